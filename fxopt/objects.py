@@ -55,8 +55,8 @@ def is_mutable(value: Any) -> bool:
 
 
 def entries(container: Any) -> dict[Any, Any]:
-    """The parts of a list, a dict or an open object, by index, key or name."""
-    if isinstance(container, list):
+    """The parts of a list, a tuple, a dict or an open object, by index, key or name."""
+    if isinstance(container, list | tuple):
         return dict(enumerate(container))
     return dict(container if isinstance(container, dict) else attributes(container))
 

@@ -8,6 +8,7 @@ with names joined by commas, makes fxopt do without these names: tests and `fxop
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 import os
 import pkgutil
@@ -148,6 +149,13 @@ statically_known_true = private(
 )
 _NEW_TENSOR = torch.empty(0)
 version_of = attribute(_NEW_TENSOR, "_version", "writes into tensors cannot be counted")
+_NUMBERS = itertools.count()
+dict_version = private(
+    "torch._C._dynamo.guards.dict_version",
+    "all attributes of a model are compared at each call",
+    lambda _: next(_NUMBERS),
+)
+"""A number that grows with each change of a dict."""
 backward_hooks_of = attribute(_NEW_TENSOR, "_backward_hooks", LAYERS)
 accumulation_hooks_of = attribute(_NEW_TENSOR, "_post_accumulate_grad_hooks", LAYERS)
 storage_identity = attribute(_NEW_TENSOR.untyped_storage(), "_cdata", "shared memory cannot be seen")

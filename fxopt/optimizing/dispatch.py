@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import heapq
 import itertools
-import os
+import re
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -21,34 +21,44 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fxopt.capture.patches.interception import lock
 from fxopt.errors import FallbackWarning, GuardError
 from fxopt.objects import tensors_in
-from fxopt.optimizing.inputs import Inputs, Kind, written_back
-from fxopt.optimizing.lowering import Lowered
-from fxopt.optimizing.prepare import UNCAPTURED, Options, prepare
-from fxopt.optimizing.report import GraphReport, Report
-from fxopt.optimizing.structures import (
+from fxopt.optimizing.inputs import (
+    Inputs,
+    Kind,
     Shapes,
-    Signature,
     differing,
-    dynamic_shapes,
     has_own_kernels,
-    plain_signature,
     shapes_of,
     structure_of,
-    text_of,
+    written_back,
 )
+from fxopt.optimizing.lowering import Lowered
+from fxopt.optimizing.prepare import Options, prepare
+from fxopt.optimizing.report import GraphReport, Report
 from fxopt.optimizing.watching import State
 from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transforming
-from fxopt.version import __version__
 
-_MOST_FAILURES = 2  # how often to try for one structure
-_MOST_FIXED = 2  # how many may hold for one size alone, though others were to be free
-_MOST_DROPPED = 2  # how many graphs for one structure may be dropped
+_MOST_LOST = (
+    2  # how many graphs for one structure may be refused, dropped, or hold for one size that was to be free
+)
 _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_NUMBERS = 4  # how many values of one number may have a graph
 _RESTLESS = 4  # after as many changes of the model, a graph is made for what holds for two calls
-_EVERY = 16  # in how many calls to look once at a model that changes and has no graph
 
+_OURS = re.compile(r"(fxopt|torch)\b")
 _ALL = weakref.WeakSet["Graphs"]()
+
+
+@dataclasses.dataclass(eq=False)
+class _Structure:
+    """The calls of one structure for which a graph was asked.
+
+    Attributes:
+        shapes: the shapes of each.
+        lost: why graphs were refused, dropped, or hold for one size alone.
+    """
+
+    shapes: set[Shapes] = dataclasses.field(default_factory=set)
+    lost: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,33 +66,17 @@ class _Graph:
     """A graph in use.
 
     Attributes:
+        shapes: the shapes that it was made for.
+        kinds: the kinds of calls for which it is tried.
         used: when it was called last, as a number that grows.
-        kinds: the kinds of calls for which it is tried, as `Inputs.kind` has them.
     """
 
     lowered: Lowered
     report: GraphReport
-    calls: _Calls
+    structure: _Structure
     shapes: Shapes
-    used: int
     kinds: dict[Kind, None]
-
-
-@dataclasses.dataclass(eq=False)
-class _Calls:
-    """The calls of one structure for which a graph was asked.
-
-    Attributes:
-        graphs: the graph for the shapes of each, None where there is none.
-        free: the dimensions that were not the same in all of them.
-        dropped: how many were dropped.
-        fixed: for each graph that holds for one size alone, where the forward fixes it.
-    """
-
-    graphs: dict[Shapes, _Graph | None] = dataclasses.field(default_factory=dict)
-    free: set[tuple[int, int]] = dataclasses.field(default_factory=set)
-    dropped: int = 0
-    fixed: list[str] = dataclasses.field(default_factory=list)
+    used: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -90,27 +84,29 @@ class _Book:
     """The graphs for one state of the model.
 
     Attributes:
+        used: when a call found this state last, as a number that grows.
+        settled: whether graphs may be made for this state.
         graphs: in the order in which they are tried.
-        calls: what is known of each structure.
+        structures: what is known of each structure.
         vain: calls for which there is no graph, and will be none.
         numbers: the values of each input that is a number.
         assigned: the attributes that each graph assigns; None before the first.
-        settled: whether graphs may be made for this state.
         refused: the reports of graphs that are not used.
     """
 
     state: State
+    used: int
+    settled: bool
     graphs: tuple[_Graph, ...] = ()
-    calls: dict[Any, _Calls] = dataclasses.field(default_factory=dict)
-    vain: set[Signature] = dataclasses.field(default_factory=set)
-    numbers: dict[str, set[Any]] = dataclasses.field(default_factory=dict)
+    structures: dict[Any, _Structure] = dataclasses.field(default_factory=dict)
+    vain: set[Any] = dataclasses.field(default_factory=set)
+    numbers: dict[Any, set[Any]] = dataclasses.field(default_factory=dict)
     assigned: set[tuple[str, str]] | None = None
-    settled: bool = True
     refused: list[GraphReport] = dataclasses.field(default_factory=list)
 
 
 class Graphs:
-    """Computes a model's forward by graphs, and makes one where none fits.
+    """Computes methods of a model by graphs, and makes one where none fits.
 
     The first graph for a structure of inputs (their names, containers and constants) has the sizes of the first call.
     Where a later call has other sizes, those that differ are free in the next graph. Where there are more than `max_graphs`,
@@ -119,146 +115,135 @@ class Graphs:
     Args:
         model: the model.
         options: what `optimize` was asked for.
-        dynamic: the sizes that are free in every graph, as `fxopt.trace` takes them; None to go by the calls.
-        method: the method of the model to compute.
+        dynamic: the sizes that are free in every graph of the forward, as `fxopt.trace` takes them; None to go by the calls.
     """
 
-    def __init__(
-        self, model: nn.Module, options: Options, dynamic: Any = None, method: str = "forward"
-    ) -> None:
-        self._model, self.options, self.dynamic, self._method = model, options, dynamic, method
-        names = options.methods if method == "forward" else ()
-        self.methods = {name: Graphs(model, options, None, name) for name in names}
-        self.called = set[str]()  # other methods that were called
-        self._warned = dict[str, None]()
+    def __init__(self, model: nn.Module, options: Options, dynamic: Any = None) -> None:
+        self._model, self.options, self.dynamic = model, options, dynamic
+        self.called: set[str] = set()  # methods that were called, and not optimized
+        self._warned: dict[str, None] = {}
         self._uses = itertools.count(1)
-        self.lock = threading.RLock()
         self.refresh()
         _ALL.add(self)
 
     def refresh(self) -> None:
         """Drop all graphs."""
-        with self.lock:
-            self.books: tuple[_Book, ...] = ()  # one for each state, that of the last call first
+        with lock:
+            self.books: tuple[_Book, ...] = ()  # one for each state
             self._changes = 0
             # Optimized parts of the module that are called by themselves, by the ids of what they stand for.
             self.parts: dict[int, Any] = {}
-        for graphs in self.methods.values():
-            graphs.refresh()
 
-    def made(self) -> list[tuple[Kind, GraphModule]]:
-        """The graphs for the model as it is, in the order of trying, each with a kind of call that it takes."""
-        graphs = [graph for book in self.books[:1] if book.state.holds() for graph in book.graphs]
-        return [(kind, graph.lowered.with_weights()) for graph in graphs for kind in graph.kinds]
+    def made(self) -> list[tuple[tuple[int, tuple[str, ...]], GraphModule]]:
+        """The graphs of the forward for the model as it is, in the order of trying, each with a kind of call that it takes."""
+        graphs = [graph for book in self.books if book.state.holds() for graph in book.graphs]
+        found = [(kind, graph) for graph in graphs for kind in graph.kinds if kind[0] == "forward"]
+        return [(kind[1:], graph.lowered.with_weights()) for kind, graph in found]
 
     @property
     def report(self) -> Report:
         """The graphs that there are, and why there is none."""
-        own = (each for book in self.books for each in (*(g.report for g in book.graphs), *book.refused))
-        others = (*self.methods.values(), *self.parts.values())
-        report = Report([*own, *(each for other in others for each in other.report)])
+        own = [[*(graph.report for graph in book.graphs), *book.refused] for book in self.books]
+        report = Report(itertools.chain(*own, *(part.report for part in self.parts.values())))
         report.called, report.fallbacks = tuple(self.called), tuple(self._warned)
         return report
 
     def run(self, inputs: Inputs) -> Any:
         """Compute the method: by a graph where there is one for these inputs, else by the model's own."""
-        mappings = inputs.mappings()
-        given = inputs.replaced(mappings) if mappings else inputs
+        given, mappings = inputs.with_dicts()
+        obstacle = self._obstacle(given)
+        self._warn(inputs, obstacle or "")
         try:
-            for graph in self._candidates(given):
+            for graph in self._candidates(given) if obstacle is None else ():
                 with contextlib.suppress(GuardError):
                     value = graph.lowered(*given.args, **given.kwargs)
                     graph.used = next(self._uses)
                     return written_back(value, mappings)
-            return getattr(self._model, self._method)(*inputs.args, **inputs.kwargs)
+            return getattr(self._model, inputs.method)(*inputs.args, **inputs.kwargs)
         finally:
-            for book in self.books[:1]:
+            for book in self.books:
                 book.state.note_left()
-
-    def _candidates(self, inputs: Inputs) -> Iterator[_Graph]:
-        """Yield the graphs that may take these inputs, and then one that is made for them."""
-        obstacle = self._obstacle(inputs)
-        book = self._book() if obstacle is None else None
-        if book is None:
-            self._warn(obstacle or "")
-            return
-        known = [graph for graph in book.graphs if inputs.kind in graph.kinds]
-        yield from known
-        plain = plain_signature(inputs)
-        if plain in book.vain or not book.settled or not self.lock.acquire(blocking=self.options.wait):
-            return
-        try:  # perhaps another thread has made one meanwhile
-            made = [each for each in book.graphs if inputs.kind in each.kinds and each not in known]
-            made = made or [*filter(None, [self._make(book, inputs)])]
-        finally:
-            self.lock.release()
-        if not made and plain is not None and len(book.vain) < _MOST_STRUCTURES:
-            book.vain.add(plain)
-        yield from made
 
     def make(self, inputs: Inputs) -> Lowered | None:
         """Make a graph for some inputs ahead of a call."""
-        with self.lock:
-            book = self._book()
-            made = book and self._make(book, inputs)
-        return made.lowered if made else None
+        with lock:
+            return next((graph.lowered for graph in self._candidates(inputs)), None)
 
-    def _make(self, book: _Book, inputs: Inputs) -> _Graph | None:
-        """Make a graph for inputs that no graph fits; None where the model itself is to run. The lock is held."""
+    def _candidates(self, inputs: Inputs) -> Iterator[_Graph]:
+        """Yield the graphs that may take these inputs, and then one that is made for them."""
+        book = self._found()
+        known = [graph for graph in book.graphs if inputs.kind in graph.kinds] if book else []
+        yield from known
+        plain, vain = inputs.plain_signature(), book.vain if book else set()
+        if plain in vain or not all(isinstance(each, nn.Parameter) for each in self._model.parameters()):
+            return  # others are put in for the time being, as by `torch.func.functional_call`
         try:
-            named = inputs.named(getattr(self._model, self._method))
-            structure, shapes = structure_of(named), shapes_of(named)
+            named = inputs.named(getattr(self._model, inputs.method))
+            shapes, key = shapes_of(named), (inputs.method, structure_of(named))
         except Exception as error:  # whatever objects the inputs are, the model may know what to do with them
-            self._warn(f"its inputs cannot be described ({type(error).__name__}: {error})")
+            self._warn(inputs, f"its inputs cannot be described ({type(error).__name__}: {error})")
+            return
+        if any(map(has_own_kernels, tensors_in(named))) or (key, shapes) in vain:
+            return
+        if not lock.acquire(blocking=self.options.wait):
+            return
+        try:  # perhaps another thread has made one meanwhile
+            book = self._found() or self._opened()
+            made = [each for each in book.graphs if inputs.kind in each.kinds and each not in known]
+            if not made and book.settled:
+                made = [*filter(None, [self._make(book, inputs, named, key, shapes)])]
+                if not made and len(book.vain) < _MOST_STRUCTURES:
+                    book.vain |= {(key, shapes), plain} - {None}
+        finally:
+            lock.release()
+        yield from made
+
+    def _make(
+        self, book: _Book, inputs: Inputs, named: dict[str, Any], key: Any, shapes: Shapes
+    ) -> _Graph | None:
+        """Make a graph for inputs that no graph fits; None where the model itself is to run. The lock is held."""
+        if self._varies(book, inputs, named) or (
+            len(book.structures) >= _MOST_STRUCTURES and key not in book.structures
+        ):
             return None
-        if any(map(has_own_kernels, tensors_in(named))) or self._varies(book, named):
+        structure = book.structures.setdefault(key, _Structure())
+        for graph in book.graphs:
+            if graph.structure is structure and graph.shapes == shapes:  # for keywords instead of positions
+                graph.kinds[inputs.kind] = None
+                return graph
+        if len(structure.lost) >= _MOST_LOST:
+            self._warn(inputs, structure.lost[-1])
             return None
-        if len(book.calls) >= _MOST_STRUCTURES and structure not in book.calls:
-            return None
-        calls = book.calls.setdefault(structure, _Calls())
-        known = calls.graphs.get(shapes)
-        if known is not None:  # for keywords instead of positions
-            known.kinds[inputs.kind] = None
-            return known
-        if shapes in calls.graphs or [*calls.graphs.values()].count(None) >= _MOST_FAILURES:
-            return None
-        if len(calls.fixed) >= _MOST_FIXED or calls.dropped > _MOST_DROPPED:
-            self._warn(
-                f"each graph for its inputs holds for one size, which the forward fixes at {calls.fixed[0]}: pad them to a few "
-                "sizes, and optimize the model once for each"
-                if calls.fixed[_MOST_FIXED - 1 :]
-                else f"graphs for its inputs were dropped to make others: more than {self.options.max_graphs} kinds of inputs are in "
-                "use, so give optimize a larger max_graphs"
-            )
-            return None
-        for others in calls.graphs:
-            calls.free |= differing(shapes, others)
-        lowered, report = self._prepared(book, inputs, named, calls.free)
-        calls.fixed += [*report.fixed.values()][:1]
+        free = {each for others in structure.shapes for each in differing(shapes, others)}
+        structure.shapes.add(shapes)
+        dynamic = self.dynamic if inputs.method == "forward" else None
+        lowered, report = prepare(self._model, inputs, dynamic, free, self.options, book.state.holds)
         disagreement = self._disagreement(book, report)
-        if lowered and disagreement:
-            lowered, report = None, dataclasses.replace(report, reason=disagreement)
-        if lowered is None:
-            book.refused.append(report)
-            calls.graphs[shapes] = None
-            self._warn(str(report.reason))
+        reason = report.reason or disagreement
+        if lowered is None or reason:
+            book.refused.append(dataclasses.replace(report, reason=reason))
+            structure.lost.append(reason)
+            self._warn(inputs, reason)
             return None
-        self._warn(report.unused or "", "computes in its own precision")
-        made = calls.graphs[shapes] = _Graph(
-            lowered, report, calls, shapes, next(self._uses), {inputs.kind: None}
-        )
+        for fixed in [*report.fixed.values()][:1]:
+            structure.lost.append(
+                f"each graph for its inputs holds for one size, {fixed}: pad them to a few sizes, and optimize the model once for "
+                "each"
+            )
+        self._warn(inputs, report.unused or "", "computes in its own precision")
+        made = _Graph(lowered, report, structure, shapes, {inputs.kind: None}, next(self._uses))
         book.graphs = (made, *book.graphs)
         self._drop_unused()
         return made
 
-    def _varies(self, book: _Book, named: dict[str, Any]) -> bool:
+    def _varies(self, book: _Book, inputs: Inputs, named: dict[str, Any]) -> bool:
         """Tell whether an input is a number that has had many values, of which a graph holds one."""
         for name, value in named.items():
             if type(value) in (int, float):
-                seen = book.numbers.setdefault(name, set())
-                if value not in seen and len(seen) >= _MOST_NUMBERS:
+                seen = book.numbers.setdefault((inputs.method, name), set())
+                if len(seen | {value}) > _MOST_NUMBERS:
                     self._warn(
-                        f"the number {name!r} is another one from call to call, and a graph holds one: give it as a tensor"
+                        inputs, f"the number {name!r} is another one from call to call: give it as a tensor"
                     )
                     return True
                 seen.add(value)
@@ -279,110 +264,57 @@ class Graphs:
 
     def _drop_unused(self) -> None:
         """Drop the graphs that were not called for longest, where there are too many."""
-        graphs = sorted((each for book in self.books for each in book.graphs), key=lambda graph: -graph.used)
-        for graph in graphs[self.options.max_graphs :]:
-            graph.calls.graphs.pop(graph.shapes, None)
-            graph.calls.dropped += 1
-        for book in self.books:
-            book.graphs = tuple(each for each in book.graphs if each in graphs[: self.options.max_graphs])
-
-    def _prepared(
-        self, book: _Book, inputs: Inputs, named: dict[str, Any], free: set[tuple[int, int]]
-    ) -> tuple[Lowered | None, GraphReport]:
-        """A graph with these sizes free, or, where that cannot be captured, with none."""
-        dynamic = dynamic_shapes(named, free) if free and self.dynamic is None else self.dynamic
-        try:
-            with lock, torch.no_grad():  # a fork waits for its end
-                lowered, report = prepare(
-                    self._model, inputs, dynamic, self.options, book.state.holds, self._method
-                )
-        except Exception as error:  # the model can still run, and whoever reads the report can tell us
-            first = str(error).partition("\n")[0]
-            reason = (
-                f"{type(error).__name__} while its graph was made. Please report this with the model, torch "
-                f"{torch.__version__} and fxopt {__version__}: {first}"
+        graphs = [graph for book in self.books for graph in book.graphs]
+        kept = heapq.nlargest(self.options.max_graphs, graphs, key=lambda graph: graph.used)
+        for graph in {*graphs} - {*kept}:
+            graph.structure.lost.append(
+                f"graphs for its inputs were dropped to make others: more than {self.options.max_graphs} kinds of inputs are in "
+                "use, so give optimize a larger max_graphs"
             )
-            lowered, report = None, GraphReport(reason=reason)
-        title = text_of(named, free - report.fixed.keys() if dynamic is not None else set())
-        title = title if self._method == "forward" else f"{self._method}({title})"
-        report = dataclasses.replace(report, inputs=title)
-        if dynamic is not self.dynamic and str(report.reason).startswith(UNCAPTURED):
-            book.refused.append(report)
-            return self._prepared(book, inputs, named, set())
-        return lowered, report
+        for book in self.books:
+            book.graphs = tuple(graph for graph in book.graphs if graph in kept)
 
     def _obstacle(self, inputs: Inputs) -> str | None:
-        """Why the model itself is to run, whatever graphs there are, empty where that is not to be said; None where it need not."""
-        if (
-            torch.compiler.is_compiling()
-            or is_transforming()
-            or has_any_global_hook()
-            or any(map(has_own_kernels, (*inputs.args, *inputs.kwargs.values())))
-        ):
+        """Why the model itself is to run, whatever graphs there are; empty where that is not to be said, None where it need not."""
+        if torch.compiler.is_compiling() or is_transforming() or has_any_global_hook():
             return cannot_tell()
         if self._model.training:
             return "it is in training mode; call .eval()"
-        if torch.is_grad_enabled() and (
-            any(p.requires_grad for p in self._model.parameters())
-            or any(tensor.requires_grad for tensor in tensors_in((inputs.args, dict(inputs.kwargs))))
-        ):
+        tensors = itertools.chain(
+            self._model.parameters(), tensors_in((*inputs.args, *inputs.kwargs.values()))
+        )
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
         device = next((each.device.type for each in self._model.parameters()), "cpu")
-        if device not in ("cpu", "cuda"):
-            return ""
-        return (
-            "autocast is on; choose the precision when you optimize"
-            if torch.is_autocast_enabled(device)
-            else None
-        )
-
-    def _book(self) -> _Book | None:
-        """The graphs for the model as it is, perhaps none; None where it has other parameters for the time being."""
-        for book in self.books:
-            if book.state.holds():
-                book.settled = True
-                if self.books[:1] != (book,) and self.lock.acquire(blocking=False):
-                    if book in self.books:  # it was not refreshed meanwhile
-                        self._opened(book)
-                    self.lock.release()
-                return book
-        if not all(isinstance(each, nn.Parameter) for each in self._model.parameters()):
-            return None  # as in `torch.func.functional_call`
-        resting = self._changes > _RESTLESS and not any(book.graphs for book in self.books)
-        if (resting and next(self._uses) % _EVERY) or not self.lock.acquire(blocking=self.options.wait):
+        if device in ("cpu", "cuda") and not torch.is_autocast_enabled(device):
             return None
-        try:  # perhaps another thread has opened it meanwhile
-            if not (self.books and self.books[0].state.holds()):
-                self._changes += bool(self.books)
-                places = self.books[0].state.places if self.books else ()
-                self._opened(_Book(State(self._model, places), settled=self._changes <= _RESTLESS))
-            return self.books[0]
-        finally:
-            self.lock.release()
+        return "autocast is on; choose the precision when you optimize" if device in ("cpu", "cuda") else ""
 
-    def _opened(self, book: _Book) -> None:
-        others = (each for each in self.books if each is not book and not each.state.is_gone())
-        self.books = (book, *others)[: self.options.max_graphs]
+    def _found(self) -> _Book | None:
+        """The graphs for the model as it is; None if there are none yet."""
+        for book in sorted(self.books, key=lambda book: -book.used):
+            if book.state.holds():
+                book.settled, book.used = True, next(self._uses)
+                return book
+        return None
 
-    def _warn(self, reason: str, consequence: str = "falls back to eager") -> None:
+    def _opened(self) -> _Book:
+        """A new book for the model as it is. The lock is held."""
+        self._changes += bool(self.books)
+        state = State(self._model, {place for book in self.books for place in book.state.places})
+        live = sorted((b for b in self.books if not b.state.is_gone()), key=lambda book: -book.used)
+        opened = _Book(state, next(self._uses), self._changes <= _RESTLESS)
+        self.books = (opened, *live)[: self.options.max_graphs]
+        return opened
+
+    def _warn(self, inputs: Inputs, reason: str, consequence: str = "falls back to eager") -> None:
         if reason and reason not in self._warned:
             self._warned[reason] = None
-            text = f"{type(self._model).__name__}.{self._method} {consequence}: {reason}"
-            level = 1
-            while (frame := sys._getframe(level)).f_back and _is_ours(frame.f_globals.get("__name__", "")):
+            text = f"{type(self._model).__name__}.{inputs.method} {consequence}: {reason}"
+            level = 1  # the frame of the caller, behind those of fxopt and torch
+            while (frame := sys._getframe(level)).f_back and _OURS.match(frame.f_globals.get("__name__", "")):
                 level += 1
             warnings.warn(text, FallbackWarning, stacklevel=level + 1)
-
-
-def _is_ours(module: str) -> bool:
-    """Tell whether a frame lies between a call and what the caller wrote."""
-    return module.partition(".")[0] in ("fxopt", "torch")
-
-
-def _after_fork() -> None:
-    """Threads of a process that forked do not exist in the child; the locks that they hold would stay locked."""
-    for graphs in list(_ALL):
-        graphs.lock = threading.RLock()
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
@@ -392,5 +324,4 @@ def _after_step(optimizer: Any, *_: Any) -> None:
         graphs.books = tuple(b for b in graphs.books if written.isdisjoint(map(id, b.state.parameters)))
 
 
-os.register_at_fork(after_in_child=_after_fork)
 register_optimizer_step_post_hook(_after_step)

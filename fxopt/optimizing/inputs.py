@@ -1,4 +1,4 @@
-"""The arguments of one call of a model."""
+"""The arguments of one call: their structure, their sizes, and which of these differ from call to call."""
 
 from __future__ import annotations
 
@@ -7,36 +7,48 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
 from torch.fx import GraphModule
 
+from fxopt.objects import entries, is_open, tensors_in
 from fxopt.outputs import mapped
 
-Kind = tuple[int, tuple[str, ...]]
-"""How many arguments a call gives by position, and the names of the others, in their order."""
+Kind = tuple[str, int, tuple[str, ...]]
+"""The method, how many arguments a call gives by position, and the names of the others, in their order."""
+
+Shapes = tuple[tuple[int, ...], ...]
+"""The shapes of the tensors among the inputs, in order."""
+
+Sizes = set[tuple[int, int]]
+"""Dimensions of inputs, each as the number of the tensor and of the dimension."""
+
+
+_PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arguments of one call."""
+    """The arguments of one call of a method."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    method: str = "forward"
 
     @property
     def kind(self) -> Kind:
         """The kind of the call."""
-        return len(self.args), tuple(self.kwargs)
+        return self.method, len(self.args), tuple(self.kwargs)
 
-    def mappings(self) -> list[tuple[Any, dict[Any, Any]]]:
-        """The inputs that are mappings but not dicts, such as `BatchEncoding`, each with a dict of its items."""
+    def with_dicts(self) -> tuple[Inputs, list[tuple[Any, dict[Any, Any]]]]:
+        """The inputs with dicts for other mappings, such as `BatchEncoding`, and each of these with its dict."""
         values = (*self.args, *self.kwargs.values())
-        return [(v, dict(v)) for v in values if isinstance(v, Mapping) and not isinstance(v, dict)]
-
-    def replaced(self, pairs: list[tuple[Any, Any]]) -> Inputs:
-        """The inputs with the second of each pair in the place of the first."""
-        found = {id(old): new for old, new in pairs}
-        args = tuple(found.get(id(each), each) for each in self.args)
-        return Inputs(args, {name: found.get(id(each), each) for name, each in self.kwargs.items()})
+        pairs = [(v, dict(v)) for v in values if isinstance(v, Mapping) and not isinstance(v, dict)]
+        found = {id(mapping): items for mapping, items in pairs}
+        given, count = [found.get(id(value), value) for value in values], len(self.args)
+        named = dict(zip(self.kwargs, given[count:], strict=True))
+        return Inputs(tuple(given[:count]), named, self.method), pairs
 
     def copied(self) -> Inputs:
         """A copy: a forward may write into its inputs, as into a cache."""
@@ -62,14 +74,99 @@ class Inputs:
         nodes = traced.graph.find_nodes(op="placeholder")
         return [bound.arguments[str(node.target).lstrip("*")] for node in nodes]
 
+    def plain_signature(self) -> tuple[Any, ...] | None:
+        """Describe the call by what decides on a graph for it, fast; None where there is more than tensors and constants."""
+        values = (*self.args, *self.kwargs.values())
+        if any(type(value) not in _PLAIN for value in values):
+            return None
+        described = ((v.dtype, v.device, v.shape) if type(v) is Tensor else (type(v), v) for v in values)
+        return self.kind, tuple(described)
+
 
 def written_back(value: Any, pairs: list[tuple[Any, dict[Any, Any]]]) -> Any:
     """Make a mapping hold what a call left in the dict that replaced it; returns the mapping if the call returned the dict."""
     for mapping, items in pairs:
-        for key in [key for key in mapping if key not in items]:
+        for key in mapping.keys() - items.keys():
             del mapping[key]
         for key, item in items.items():
             if mapping.get(key) is not item:
                 mapping[key] = item
         value = mapping if value is items else value
     return value
+
+
+def structure_of(value: Any, *, inside: bool = False) -> Any:
+    """Describe an input by what calls must share to share graphs with free sizes: containers, kinds of tensors, constants.
+
+    Args:
+        value: an input, or a dict of all inputs.
+        inside: whether it is in an object, where numbers may count the calls.
+    """
+    if isinstance(value, Tensor):
+        return value.dtype, value.device, value.dim()
+    if _has_entries(value):
+        within = inside or is_open(value)
+        parts = entries(value).items()
+        return type(value), tuple((key, structure_of(part, inside=within)) for key, part in parts)
+    return type(value) if inside else (type(value), repr(value))
+
+
+def shapes_of(value: Any) -> Shapes:
+    """The shapes of the tensors in `value`, in order."""
+    return tuple(tensor.shape for tensor in tensors_in(value))
+
+
+def differing(shapes: Shapes, others: Shapes) -> Sizes:
+    """The dimensions, by the number of the tensor, in which two calls differ."""
+    return {
+        (number, dim)
+        for number, (shape, other) in enumerate(zip(shapes, others, strict=True))
+        for dim, (size, its) in enumerate(zip(shape, other, strict=True))
+        if size != its
+    }
+
+
+def dynamic_shapes(inputs: Mapping[str, Any], free: Sizes) -> dict[str, Any]:
+    """The entry of each input for `fxopt.trace` that leaves these dimensions free."""
+    specs = {
+        id(tensor): {dim: Dim.AUTO for dim in range(tensor.dim()) if (number, dim) in free}
+        for number, tensor in enumerate(tensors_in(inputs))
+    }
+
+    def spec(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return [*map(spec, value)]
+        if _has_entries(value):
+            return {key: spec(part) for key, part in entries(value).items()}
+        return specs.get(id(value))
+
+    return {name: spec(value) for name, value in inputs.items()}
+
+
+def text_of(inputs: Mapping[str, Any], free: Sizes) -> str:
+    """The inputs with their shapes, `?` where a size is free, for a report."""
+    shapes = {
+        id(tensor): ["?" if (number, dim) in free else str(size) for dim, size in enumerate(tensor.shape)]
+        for number, tensor in enumerate(tensors_in(inputs))
+    }
+
+    def text(value: Any) -> str:
+        held = [" x ".join(shapes[id(tensor)]) or "a number" for tensor in tensors_in(value)]
+        if isinstance(value, Tensor):
+            return held[0]
+        if _has_entries(value):
+            return f"{type(value).__name__}({', '.join(held[:1] + ['...'] * (len(held) > 1))})"
+        return repr(value) if value is None or isinstance(value, int | float | str) else type(value).__name__
+
+    return ", ".join(f"{name}: {text(value)}" for name, value in inputs.items())
+
+
+def has_own_kernels(value: Any) -> bool:
+    """Tell whether a value is a tensor on which operators do what its class or layout says, which packed kernels do not know."""
+    return isinstance(value, Tensor) and (
+        type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_nested
+    )
+
+
+def _has_entries(value: Any) -> bool:
+    return isinstance(value, tuple | list | dict) or is_open(value)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,13 +15,13 @@ from torch.fx import Graph, GraphModule, Node
 from fxopt import graph
 from fxopt.capture import TracedModule
 from fxopt.capture.runtime.input_guard import InputGuard
-from fxopt.capture.runtime.input_specs import TensorSpec, describe
 from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.errors import GuardError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedConv2d, PackedLinear, packed_weight, unguarded
+from fxopt.objects import tensors_in
 from fxopt.operators import hooks_of
-from fxopt.optimizing.structures import has_own_kernels
+from fxopt.optimizing.inputs import has_own_kernels
 from fxopt.packed_operators import Packed
 from fxopt.submodules import sharing_copy
 from fxopt.torch_internals import parameters_of
@@ -73,9 +72,8 @@ class Lowered:
             whole.graph.eliminate_dead_code()
             whole.recompile()
         for path in self.given_up:
-            unpack, layer = self.packed[path].unpack, whole.get_submodule(path)
-            assert unpack is not None
-            parameters_of(layer)["weight"] = nn.Parameter(unpack(), False)
+            unpack: Any = self.packed[path].unpack
+            parameters_of(whole.get_submodule(path))["weight"] = nn.Parameter(unpack(), False)
         return whole
 
 
@@ -87,40 +85,44 @@ def lowered(traced: TracedModule, model: nn.Module | None = None, keep_model: bo
         model: the model, whose own parameters stay; of others, a copy beside the packed one is given up. None: keep all.
         keep_model: without it, a copy beside a packed one is given up of the model's own parameters, too.
     """
-    packed, given_up = dict[str, Packed](), list[str]()
-    own = {*map(id, model.parameters() if keep_model else ())} if model is not None else None
+    packed: dict[str, Packed] = {}
+    given_up: list[str] = []
+    index, function = GraphIndex(traced), cast("Function", traced)
+    effects = (index.memory.written_by(node) for node in index.nodes if node is not index.guard)
+    records = any(node.target == "requires_grad_" for node in index.nodes)
+    if not (traced.modes_read or traced.gradients_read or records or None in effects):
+        code = functions_of(traced, packed).python_code("self")
+        names = dict(code.globals)
+        exec(compile(code.src, f"<fxopt.optimize of {type(traced).__name__}>", "exec"), names)
+        function = functools.partial(names["forward"], traced)
+    if model is None:
+        return Lowered(traced, function, packed, (), ())
+    own = {*map(id, model.parameters() if keep_model else ())}
     uses = Counter(id(parameter) for _, parameter in traced.named_parameters(remove_duplicate=False))
-
-    def settle(path: str) -> None:
-        if own is not None and path in packed and packed[path].unpack is not None:
-            layer: Any = traced.get_submodule(path)
-            if id(layer.weight) not in own and uses[id(layer.weight)] == 1:
-                _give_up(layer)
-                given_up.append(path)
-
-    function = _function(traced, packed, settle)
-    places = traced.meta.get(ASSIGNED, ())
-    assigned = [(model.get_submodule(path), name) for path, name in places if model is not None]
+    for path, weight in packed.items():
+        layer: Any = traced.get_submodule(path)
+        if weight.unpack is not None and id(layer.weight) not in own and uses[id(layer.weight)] == 1:
+            parameters_of(layer)["weight"] = nn.Parameter(
+                torch.empty_like(layer.weight, device="meta"), False
+            )
+            del layer.__dict__["_packed"]  # it holds the weight that it was made of
+            given_up.append(path)
+    assigned = [(model.get_submodule(path), name) for path, name in traced.meta.get(ASSIGNED, ())]
     return Lowered(traced, function, packed, tuple(given_up), assigned)
 
 
-def functions_of(
-    traced: TracedModule, packed: dict[str, Packed], settle: Callable[[str], object] = bool
-) -> Graph:
+def functions_of(traced: TracedModule, packed: dict[str, Packed]) -> Graph:
     """Write a graph with functions in the place of modules, under the names of the nodes that called them.
 
     Args:
         traced: the graph.
         packed: takes the packed weights that the functions compute with, by the names of their layers.
-        settle: is called with the name of each module after the function of its last call is known.
     """
-    index, made, known = GraphIndex(traced), Graph(), dict[Node, Node]()
-    last = {node.target: node for node in traced.graph.find_nodes(op="call_module")}
+    index, made = GraphIndex(traced), Graph()
+    known: dict[Node, Node] = {}
     for node in traced.graph.nodes:
         if node.op == "call_module":
             function, args, kwargs = _call(index, node, packed)
-            if last[node.target] is node:
-                settle(str(node.target))
             args, kwargs = torch.fx.node.map_arg((args, kwargs), known.__getitem__)
             # fx writes a function of torch by its name, and any other as a global of the code.
             bound: Any = functools.partial(function)
@@ -131,70 +133,34 @@ def functions_of(
     return made
 
 
-def _give_up(layer: Any) -> None:
-    """Let a packed layer go without the weight that nothing else has."""
-    parameters_of(layer)["weight"] = nn.Parameter(torch.empty_like(layer.weight, device="meta"), False)
-    del layer.__dict__["_packed"]  # it holds the weight that it was made of
-
-
-def _function(traced: TracedModule, packed: dict[str, Packed], settle: Callable[[str], object]) -> Function:
-    """The function of a graph; fills in the packed weights that it computes with."""
-    index = GraphIndex(traced)
-    effects = (index.memory.written_by(node) for node in traced.graph.nodes if node is not index.guard)
-    records = any(node.target == "requires_grad_" for node in traced.graph.nodes)
-    if traced.modes_read or traced.gradients_read or records or None in effects:
-        return traced
-    made = functions_of(traced, packed, settle)
-    code = made.python_code("self")
-    names = dict(code.globals)
-    exec(compile(code.src, f"<fxopt.optimize of {type(traced).__name__}>", "exec"), names)
-    return functools.partial(names["forward"], traced)
-
-
 def _call(
     index: GraphIndex, node: Node, packed: dict[str, Packed]
 ) -> tuple[Function, tuple[Any, ...], dict[str, Any]]:
     """The function to call in the place of a module, with its arguments."""
     module: Any = index.module(node)
     if isinstance(module, PackedLinear | PackedConv2d):
-        other, activation = node.kwargs.get("other"), node.kwargs.get("activation")
+        dtype, other = module.weight.dtype, node.kwargs.get("other")
         values = [graph.value_of(value) for value in node.all_input_nodes]
-        dtype = module.weight.dtype
-        run = unguarded(module, dtype)
-        if run and all(isinstance(value, torch.Tensor) and value.dtype is dtype for value in values):
-            weight = packed_weight(module)
-            assert weight is not None
+        run, weight = unguarded(module, dtype), packed_weight(module)
+        if run and weight and all(isinstance(v, torch.Tensor) and v.dtype is dtype for v in values):
             packed[str(node.target)] = weight
-            return run, (*node.args, other, activation, _may_overwrite(index, node, other)), {}
+            overwrites = _may_overwrite(index, node, other)
+            return run, (*node.args, other, node.kwargs.get("activation"), overwrites), {}
+    function = module.forward
     if hooks_of(module):
-        return module, node.args, dict(node.kwargs)
-    if isinstance(module, InputGuard):
-        return functools.partial(_checked, module), node.args, dict(node.kwargs)
-    if type(module) is nn.LayerNorm and len(node.args) == 1:
-        norm = functools.partial(
-            torch.layer_norm,
-            normalized_shape=module.normalized_shape,
-            weight=module.weight,
-            bias=module.bias,
-            eps=module.eps,
-            cudnn_enable=False,
-        )
-        return norm, node.args, {}
-    return module.forward, node.args, dict(node.kwargs)
+        function = module
+    elif isinstance(module, InputGuard):
+        function = functools.partial(_checked, module)
+    elif type(module) is nn.LayerNorm:  # without what `torch.nn.functional` asks on each call
+        options = {name: getattr(module, name) for name in ("normalized_shape", "weight", "bias", "eps")}
+        function = functools.partial(torch.layer_norm, **options)
+    return function, node.args, dict(node.kwargs)
 
 
 def _checked(guard: InputGuard, **named: Any) -> None:
     """Check the inputs, wherever a tensor is in them: packed kernels know neither sparse nor other tensors."""
-    # The guard says what is missing.
-    with contextlib.suppress(KeyError, IndexError, TypeError, AttributeError):
-        for expected in guard.inputs:
-            value = named[expected.name]
-            for kind, key in expected.path if isinstance(expected, TensorSpec) else ():
-                value = value[key] if kind == "item" else getattr(value, key)
-            if has_own_kernels(value):
-                raise GuardError(
-                    f"input {describe(expected)!r} is a {type(value).__name__} with kernels of its own"
-                )
+    if any(map(has_own_kernels, tensors_in(named))):
+        raise GuardError("a tensor among the inputs is of a class or layout with kernels of its own")
     guard.forward(**named)
 
 

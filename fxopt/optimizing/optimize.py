@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import types
@@ -94,8 +96,9 @@ def optimize(
 
 
 def _check(model: Any, options: Options) -> None:
+    name = type(model).__name__
     if not isinstance(model, nn.Module):
-        raise TypeError(f"optimize takes a torch.nn.Module, not {type(model).__name__}")
+        raise TypeError(f"optimize takes a torch.nn.Module, not {name}")
     if isinstance(model, torch.fx.GraphModule):
         raise PassError(
             "this is a graph module already: apply fxopt.compose(fxopt.PackConvs(), fxopt.PackLinears(), "
@@ -104,44 +107,35 @@ def _check(model: Any, options: Options) -> None:
     check_model(model)
     if type(model).__call__ is not nn.Module.__call__:
         raise PassError(
-            f"{type(model).__name__} has a __call__ of its own, which a graph of its forward would leave out: move what "
-            "it does into forward"
+            f"{name} has a __call__ of its own, which no graph contains: move what it does into forward"
         )
     if original(model) is not model:
-        raise PassError(
-            "this module is optimized already; fxopt.undo gives the model, to optimize it in another way"
-        )
+        raise PassError("this module is optimized already: give optimize the model, which fxopt.undo returns")
     if options.precision not in PRECISIONS:
-        raise ValueError(
-            f"precision is {options.precision!r}; give one of {', '.join(map(repr, PRECISIONS))}"
-        )
-    for name in options.methods:
-        if name == "forward" or not callable(getattr(type(model), name, None)):
-            raise ValueError(
-                f"methods: give methods of {type(model).__name__} other than forward, not {name!r}"
-            )
+        known = ", ".join(map(repr, PRECISIONS))
+        raise ValueError(f"precision is {options.precision!r}; give one of {known}")
+    for method in options.methods:
+        if method == "forward" or not callable(getattr(type(model), method, None)):
+            raise ValueError(f"methods: give methods of {name} other than forward, not {method!r}")
     if options.max_graphs < 1:
         raise ValueError(f"max_graphs is {options.max_graphs}; give a number of graphs, 1 or more")
 
 
 def _check_inputs(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any, keep_model: bool) -> None:
     fault = why_no_inputs(args, kwargs)
-    if fault:
-        raise TypeError(fault)
-    if not (args or kwargs):
+    if not (fault or args or kwargs):
         if keep_model:
             return
-        raise TypeError("keep_model=False keeps the graph for example inputs: give optimize some")
+        fault = "keep_model=False keeps the graph for example inputs: give optimize some"
+    if fault:
+        raise TypeError(fault)
     if model.training:
-        raise PassError(
-            "the model is in training mode: call model.eval() before optimize takes example inputs"
-        )
+        raise PassError("the model is in training mode: call model.eval() before you give example inputs")
     try:
         given = inspect.signature(model.forward).bind(*args, **(kwargs or {})).arguments
     except TypeError as error:
-        raise TypeError(
-            f"the example inputs do not fit the forward of {type(model).__name__}: {error}"
-        ) from None
+        name = type(model).__name__
+        raise TypeError(f"the example inputs do not fit the forward of {name}: {error}") from None
     unknown = set(dynamic_shapes) - {*given, *(kwargs or {})} if isinstance(dynamic_shapes, Mapping) else ()
     if unknown:
         raise TypeError(f"dynamic_shapes names {sorted(unknown, key=str)}; the inputs are {[*given]}")
@@ -151,10 +145,9 @@ def _check_inputs(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any,
 
 def _standing_for(model: M, options: Options, dynamic_shapes: Any) -> M:
     """A module of a class like the model's, with the model's attributes themselves, that computes its forward by graphs."""
+    own = tuple(name for name in ("report", "refresh") if not hasattr(model, name))
     kind: Any = type(model)
-    added = [name for name in ("report", "refresh") if not hasattr(model, name)]
-    added += ["get_encoder"] * hasattr(kind, "get_encoder")
-    fast: Any = object.__new__(_optimized_class(kind, tuple(added), options.methods))
+    fast: Any = object.__new__(_optimized_class(kind, own, options.methods))
     object.__setattr__(fast, "__dict__", vars(model))
     object.__setattr__(fast, STANDS_FOR, model)
     object.__setattr__(fast, GRAPHS, Graphs(model, options, dynamic_shapes))
@@ -172,9 +165,7 @@ class _Alone(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            raise GuardError(
-                "the graph is for inference: call it under torch.no_grad(), and without autocast"
-            )
+            raise GuardError("the graph is for inference: call it under torch.no_grad(), without autocast")
         return self._computed(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Alone:
@@ -211,60 +202,53 @@ class _Own:
         object.__delattr__(module, self._name)
 
 
-@functools.lru_cache(maxsize=256)
-def _optimized_class(cls: Any, added: tuple[str, ...], methods: tuple[str, ...]) -> Any:
-    """A subclass with the name of `cls`: libraries look models up by the names of their classes.
+class _Optimized:
+    """The part of an optimized class that is not the model's. An instance that this class makes has no graphs."""
 
-    What is made of the class itself, and not by `optimize`, is as one of `cls`.
-    """
+    __slots__ = ()
 
-    def reduce(self: Any, protocol: Any) -> Any:
+    def __init_subclass__(cls) -> None:
+        """Do nothing: that of a model's class may ask for more, or register what it is called with."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
         graphs: Graphs | None = getattr(self, GRAPHS, None)
         if graphs is None:
-            return cls.__reduce_ex__(self, protocol)
+            return super().__reduce_ex__(protocol)
         return _standing_for, (original(self), graphs.options, graphs.dynamic)
 
-    def get_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
-        encoder = cls.get_encoder(self, *args, **kwargs)
-        graphs: Graphs | None = getattr(self, GRAPHS, None)
-        alone = encoder is not self and getattr(vars(self).get("config"), "is_encoder_decoder", False)
-        return _optimized_part(graphs, encoder) if graphs is not None and alone else encoder
 
-    def report(self: Any) -> Report:
-        graphs: Graphs | None = getattr(self, GRAPHS, None)
-        return Report() if graphs is None else graphs.report
-
-    def refresh(self: Any) -> None:
-        getattr(self, GRAPHS).refresh()
-
-    forward = _wrapped(cls.forward, "forward", True)
-    own = {"report": property(report), "refresh": refresh, "get_encoder": get_encoder}
+@functools.lru_cache(maxsize=256)
+def _optimized_class(cls: Any, own: tuple[str, ...], methods: tuple[str, ...]) -> Any:
+    """A subclass with the name of `cls`: libraries look models up by the names of their classes."""
+    public = (n for n, each in vars(cls).items() if type(each) is types.FunctionType and n[0] != "_")
+    added = {
+        "report": property(lambda module: getattr(getattr(module, GRAPHS, None), "report", Report())),
+        "refresh": lambda module: getattr(module, GRAPHS).refresh(),
+    }
+    forward = _wrapped(cls, "forward", optimized=True)
     members = {
         **{name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")},
-        **{
-            name: _wrapped(each, name, False)
-            for name, each in vars(cls).items()
-            if isinstance(each, types.FunctionType) and not name.startswith("_")
-        },
-        **{name: _wrapped(getattr(cls, name), name, True) for name in methods},
-        **{name: own[name] for name in added},
+        **{name: _wrapped(cls, name, optimized=False) for name in public},
+        **{name: _wrapped(cls, name, optimized=True) for name in methods},
+        **{name: added[name] for name in own},
+        **({"get_encoder": _optimized_encoder(cls.get_encoder)} if hasattr(cls, "get_encoder") else {}),
         "__slots__": (STANDS_FOR, GRAPHS, OWN_FORWARD, OWN_COMPILED),
-        "__reduce_ex__": reduce,
         "__jit_ignored_attributes__": ["report"],
         "forward": _Own(OWN_FORWARD, functools.partial(types.MethodType, forward), forward),
         COMPILED: _Own(OWN_COMPILED, lambda module: None, None),
     }
-    return type(cls.__name__, (_Subclass, cls), members)
+    return type(cls.__name__, (_Optimized, cls), members)
 
 
-def _wrapped(method: Any, name: str, optimized: bool) -> Any:
+def _wrapped(cls: Any, name: str, optimized: bool) -> Any:
     """A method that graphs compute; or one that the model computes, and that the report names if it is called."""
+    method = getattr(cls, name)
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         graphs: Graphs | None = getattr(self, GRAPHS, None)
         if graphs is not None and optimized:
-            return graphs.methods.get(name, graphs).run(Inputs(args, kwargs))
+            return graphs.run(Inputs(args, kwargs, name))
         if graphs is not None:
             graphs.called.add(name)
         return method(self, *args, **kwargs)
@@ -272,23 +256,20 @@ def _wrapped(method: Any, name: str, optimized: bool) -> Any:
     return call
 
 
-def _optimized_part(graphs: Graphs, part: nn.Module) -> nn.Module:
-    """A part of an optimized module that is called by itself, as `generate()` does with encoders, optimized as that is."""
-    made = graphs.parts.get(id(part))
-    if made is None:
-        try:
-            _check(part, graphs.options)
-            made = _standing_for(part, graphs.options, None)
-        except FxoptError:  # such as a module that torch.compile wraps
-            return part
-        graphs.parts[id(part)] = made
-    return made
+def _optimized_encoder(method: Any) -> Any:
+    """A method that gives an encoder, optimized as the module is: `generate()` calls that by itself."""
 
+    @functools.wraps(method)
+    def get_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
+        encoder, graphs = method(self, *args, **kwargs), getattr(self, GRAPHS, None)
+        alone = encoder is not self and getattr(vars(self).get("config"), "is_encoder_decoder", False)
+        if graphs is None or not alone:
+            return encoder
+        with contextlib.suppress(FxoptError):  # such as a module that torch.compile wraps
+            if id(encoder) not in graphs.parts:
+                options = dataclasses.replace(graphs.options, methods=())
+                _check(encoder, options)
+                graphs.parts[id(encoder)] = _standing_for(encoder, options, None)
+        return graphs.parts.get(id(encoder), encoder)
 
-class _Subclass:
-    """Keeps `__init_subclass__` of a model's class, which may ask for more or register what it is called with, from running."""
-
-    __slots__ = ()
-
-    def __init_subclass__(cls) -> None:
-        return None
+    return get_encoder

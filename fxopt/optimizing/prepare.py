@@ -6,11 +6,12 @@ import collections
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from fxopt.capture import TracedModule, trace_method
 from fxopt.capture.runtime.input_guard import InputGuard
@@ -19,19 +20,19 @@ from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.errors import FxoptError
 from fxopt.float64 import run_in_float64
 from fxopt.kernels import PACKED
-from fxopt.optimizing.inputs import Inputs
+from fxopt.optimizing.inputs import Inputs, Sizes, dynamic_shapes, text_of
 from fxopt.optimizing.lowering import Lowered, lowered
 from fxopt.optimizing.report import GraphReport
-from fxopt.optimizing.speed import speedup
-from fxopt.optimizing.trial import Trial, Unused
-from fxopt.optimizing.worthwhile import FoldScaleAndShift
+from fxopt.optimizing.trial import Trial, Unused, speedup
 from fxopt.outputs import cosine_similarity, relative_error, unlike
 from fxopt.packing import Tune
+from fxopt.passes import fold_scale_and_shift
 from fxopt.passes.change_precision import ChangePrecision
 from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from fxopt.passes.eliminate_dead_code import EliminateDeadCode
 from fxopt.passes.fold_batch_norms import FoldBatchNorms
 from fxopt.passes.fold_constants import FoldConstants
+from fxopt.passes.folding import Fold
 from fxopt.passes.fuse_attention import FuseAttention
 from fxopt.passes.fuse_epilogues import FuseEpilogues
 from fxopt.passes.make_layers import MakeLayers
@@ -41,29 +42,19 @@ from fxopt.passes.quantize_linears import QuantizeLinears
 from fxopt.passes.remove_copies import RemoveCopies
 from fxopt.passes.remove_identity import RemoveIdentity
 from fxopt.passes.remove_repeated_heads import RemoveRepeatedHeads
+from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import Rewrite
+from fxopt.version import __version__
 
 PRECISIONS: Mapping[str, float | None] = {"float32": None, "bfloat16": 0.999, "int8": 0.99}
 """For each precision, the cosine with float64 that outputs must have; None where they must be as exact as the model's."""
 
-MOST_ERROR = 2.0
-"""How far from float64 outputs may be, by how far the model's own are."""
-
-ROUNDING = 5e-6
-"""An error, relative to an output, that rounding in float32 makes in any deep model; of two below it, luck has the smaller."""
-
-MOST_ROUNDING = 0.05
-"""An error of the model itself that says nothing of what a graph may do, such as that of one that overflows."""
-
-SOMETHING_ELSE = 0.5
-"""An error of the model itself, relative to an output, that no rounding makes."""
-
-LEAST_SPEEDUP = 0.98
-"""A graph that is slower than this is not used: less is within what measuring leaves open."""
-
+MOST_ERROR = 2.0  # how far from float64 outputs may be, by how far the model's own are
+# Relative to an output: what rounding in float32 makes in any deep model (of two errors below it, luck has the smaller); the
+# most of the model's own that counts, as one that overflows has more; and what no rounding makes.
+ROUNDING, MOST_ROUNDING, SOMETHING_ELSE = 5e-6, 0.05, 0.5
+LEAST_SPEEDUP = 0.98  # a graph that is slower is not used: less is within what measuring leaves open
 _PASSES = {"bfloat16": ChangePrecision.__name__, "int8": QuantizeLinears.__name__}
-UNCAPTURED = "it cannot be captured"
-"""How the reason begins where there is no graph."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,30 +69,34 @@ class Options:
     methods: tuple[str, ...] = ()
 
 
+@torch.no_grad()
 def prepare(
     model: nn.Module,
     inputs: Inputs,
-    dynamic_shapes: Any,
+    dynamic: Any,
+    free: Sizes,
     options: Options,
     ask: Callable[[], object] = bool,
-    method: str = "forward",
 ) -> tuple[Lowered | None, GraphReport]:
     """Make a graph for these inputs.
 
     Args:
+        dynamic: the sizes that the user leaves free, as `fxopt.trace` takes them; None where `free` says which.
+        free: the sizes that differ from call to call.
         ask: what is asked before each call of the graph, and so counts as its time.
-        method: the method of the model to compute.
 
     Returns:
         The graph, None where the model itself is to run, and what was done, or why.
     """
-    start, facts = time.perf_counter(), dict[str, Any]()
-    made: Lowered | None = None
+    start, eager, made = time.perf_counter(), getattr(model, inputs.method), None
+    facts: dict[str, Any] = {"fixed": {}}
+    named = inputs.named(eager)
     try:
-        traced = _captured(model, method, inputs, dynamic_shapes)
-        facts["fixed"] = _fix_dtypes(traced)
+        guessed = free if dynamic is None else set()
+        traced = _captured(
+            model, inputs, dynamic_shapes(named, guessed) if guessed else dynamic, guessed, facts
+        )
         places = traced.meta.get(ASSIGNED, ())
-        eager = getattr(model, method)
         trial = Trial(model, traced, inputs)
         own = trial.own(eager)
         facts["assigned"] = [*places, *trial.places]
@@ -114,28 +109,42 @@ def prepare(
         found = trial.run(made.function)
         _judge(exact, own, found, options.precision, facts)
         if options.tune:
-            facts["speedup"] = _timed(trial.repeatable(eager), trial.repeatable(made), inputs, ask)
+            runs = trial.repeatable(eager), trial.repeatable(made, ask), inputs
+            facts["speedup"] = speedup(*runs)
+            if facts["speedup"] < LEAST_SPEEDUP:  # perhaps something else was busy
+                facts["speedup"] = max(facts["speedup"], speedup(*runs))
             if facts["speedup"] < LEAST_SPEEDUP:
                 raise Unused("the graph is slower than eager")
-    except Unused as unused:
-        made, facts["reason"] = None, str(unused)
-    return made, GraphReport(seconds=time.perf_counter() - start, **facts)
+    except Exception as error:  # the model can still run, and whoever reads the report can tell us
+        made, facts["reason"] = None, str(error)
+        if not isinstance(error, Unused):
+            first = str(error).partition("\n")[0]
+            facts["reason"] = (
+                f"{type(error).__name__} while its graph was made. Please report this with the model, torch "
+                f"{torch.__version__} and fxopt {__version__}: {first}"
+            )
+    text = text_of(named, free - facts["fixed"].keys())
+    title = text if inputs.method == "forward" else f"{inputs.method}({text})"
+    return made, GraphReport(title, seconds=time.perf_counter() - start, **facts)
 
 
-def _captured(model: nn.Module, method: str, inputs: Inputs, dynamic_shapes: Any) -> TracedModule:
-    """The model's graph, if it can be tried out."""
+def _captured(
+    model: nn.Module, inputs: Inputs, dynamic: Any, guessed: Sizes, facts: dict[str, Any]
+) -> TracedModule:
+    """The model's graph; where it cannot be captured with `guessed` sizes free, with fixed ones."""
     try:
-        return trace_method(model, method, inputs.args, inputs.kwargs, dynamic_shapes)
+        traced = trace_method(model, inputs.method, inputs.args, inputs.kwargs, dynamic)
     except FxoptError as error:
-        raise Unused(f"{UNCAPTURED}: {_without_options(str(error))}") from error
+        reason = f"it cannot be captured: {_without_options(str(error))}"
+        if not guessed:
+            raise Unused(reason) from error
+        facts["fixed"] = dict.fromkeys(guessed, f"because with free sizes {reason}")
+        return _captured(model, inputs, None, set(), facts)
+    facts["fixed"] |= _fix_dtypes(traced)
+    return traced
 
 
-def _rewritten(
-    model: nn.Module,
-    traced: TracedModule,
-    options: Options,
-    facts: dict[str, Any],
-) -> Lowered:
+def _rewritten(model: nn.Module, traced: TracedModule, options: Options, facts: dict[str, Any]) -> Lowered:
     """The graph after all passes, as a function; `facts` takes what the report says of it."""
     facts["explanations"] = explanations = [pass_.commit(traced) for pass_ in pipeline(options)]
     traced.recompile()
@@ -150,20 +159,14 @@ def _rewritten(
     return made
 
 
-def _timed(
-    model: Callable[..., Any],
-    made: Callable[..., Any],
-    inputs: Inputs,
-    ask: Callable[[], object],
-) -> float:
-    """The model's time by the graph's, measured twice where the graph seems slower: perhaps something else was busy."""
+class FoldScaleAndShift(fold_scale_and_shift.FoldScaleAndShift):
+    """Folds only what is behind a layer: before several, the weights of all would be copied to save one product."""
 
-    def asked(*args: Any, **kwargs: Any) -> Any:
-        ask()
-        return made(*args, **kwargs)
-
-    found = speedup(model, asked, inputs)
-    return found if found >= LEAST_SPEEDUP else max(found, speedup(model, asked, inputs))
+    def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
+        """Yield what is behind a layer."""
+        for found in super().match(graph_module):
+            before = isinstance(found, Fold) and not found.behind
+            yield Refusal(found.node, "it would copy the weights of the layers behind") if before else found
 
 
 def pipeline(options: Options) -> list[Rewrite[Any]]:
@@ -193,17 +196,14 @@ def _fix_dtypes(traced: TracedModule) -> dict[tuple[int, int], str]:
     """Let a graph take the dtypes that it was made for alone: a cast that changes nothing in these goes.
 
     Returns:
-        The sizes that the forward fixes, as in the report.
+        The sizes that the forward fixes, as the report has them.
     """
     guard = next(module for module in traced.modules() if isinstance(module, InputGuard))
-    guard.inputs = tuple(
-        dataclasses.replace(each, strict_dtype=True, any_dtype=False)
-        if isinstance(each, TensorSpec)
-        else each
-        for each in guard.inputs
-    )
     tensors = [each for each in guard.inputs if isinstance(each, TensorSpec)]
-    return {(number, dim): line for number, each in enumerate(tensors) for dim, line in each.fixed_by}
+    strict = {id(each): dataclasses.replace(each, strict_dtype=True, any_dtype=False) for each in tensors}
+    guard.inputs = tuple(strict.get(id(each), each) for each in guard.inputs)
+    fixed = ((number, dim, line) for number, each in enumerate(tensors) for dim, line in each.fixed_by)
+    return {(number, dim): f"which the forward fixes at {line}" for number, dim, line in fixed}
 
 
 def _judge(exact: Any, own: Any, found: Any, precision: str, facts: dict[str, Any]) -> None:
@@ -233,10 +233,8 @@ def _without_options(text: str) -> str:
 
 def _memory(model: nn.Module, computed: Lowered, options: Options) -> float | None:
     """The memory of the weights, the graph's and, where it is kept, the model's, by what the model's alone take."""
-    own: list[Any] = [*model.parameters()]
-    used = [each for each in computed.traced.parameters() if not each.is_meta] + own * options.keep_model
-    total, least = (
-        sum({id(each): each.nbytes for each in held}.values())
-        for held in ([*used, *computed.packed.values()], own)
-    )
+    own = [*model.parameters()]
+    used = [each for each in computed.traced.parameters() if not each.is_meta]
+    held: list[Any] = [*used, *computed.packed.values(), *own * options.keep_model]
+    total, least = (sum({id(each): each.nbytes for each in some}.values()) for some in (held, own))
     return total / least if least else None

@@ -45,22 +45,21 @@ class GraphReport:
         head = f"{'graph' if self.reason is None else 'eager'} for {self.inputs}"
         return "\n".join([head, *(f"  {name:10}{text}" for name, text in self._rows() if text)])
 
-    def _rows(self) -> Iterator[tuple[str, str]]:
-        yield "reason", self.reason or ""
-        yield "precision", self.unused or ""
+    def _rows(self) -> Iterator[tuple[str, str | None]]:
+        yield "reason", self.reason
+        yield "precision", self.unused
         for name, value, text in (
             ("speed", self.speedup, "{:.2f}x eager"),
             ("error", self.error, "{:.2f}x eager's, vs float64"),
             ("cosine", self.cosine, "{:.5f}, with the outputs in float64"),
             ("memory", None if self.reason else self.memory, "{:.2f}x the weights of the model"),
         ):
-            yield name, "" if value is None else text.format(value)
+            yield name, None if value is None else text.format(value)
         if self.reason is None:
             yield "prepared", f"in {self.seconds:.1f} s"
             passes = (f"{each.name} {len(each.sites)}" for each in self.explanations if each.sites)
             yield "sites", ", ".join(passes)
-            for each in self.explanations:
-                yield "refused", _refused(each)
+            yield from (("refused", _refused(each)) for each in self.explanations)
             yield "kernels", ", ".join(f"{name} {number}" for name, number in self.kernels.items())
 
 
@@ -78,21 +77,19 @@ class Report(tuple[GraphReport, ...]):
     def __str__(self) -> str:
         if self:
             return "\n".join(map(str, self))
-        if self.called:
-            names = ", ".join(map(repr, self.called))
-            return f"no graph yet: forward was not called, but {names}; name methods as optimize(..., methods=({names},))"
-        if self.fallbacks:
-            return f"no graph yet: {'; '.join(self.fallbacks)}"
-        return "no graph yet: call the module, or pass example inputs to optimize"
+        names = ", ".join(map(repr, self.called))
+        why = f"forward was not called, but {names}; name methods as optimize(..., methods=({names},))"
+        no_call = "call the module, or pass example inputs to optimize"
+        return f"no graph yet: {why if self.called else '; '.join(self.fallbacks) or no_call}"
 
     __repr__ = __str__
 
 
 def _refused(explanation: Explanation) -> str:
     """The pass with its most frequent reason, and how many others there are."""
-    reasons = collections.Counter(reason for _, _, reason in explanation.refusals)
-    if not reasons:
-        return ""
-    (reason, count), *others = reasons.most_common()
-    more = f", and {sum(number for _, number in others)} for other reasons" if others else ""
-    return f"{explanation.name} {count}: {reason}{more}"
+    counts = collections.Counter(reason for _, _, reason in explanation.refusals)
+    for reason, count in counts.most_common(1):
+        others = counts.total() - count
+        more = f", and {others} for other reasons" if others else ""
+        return f"{explanation.name} {count}: {reason}{more}"
+    return ""

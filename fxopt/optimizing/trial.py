@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +17,11 @@ from fxopt.graph_index import GraphIndex
 from fxopt.optimizing.inputs import Inputs
 from fxopt.outputs import mapped, relative_error, restored, same_bits, unlike
 from fxopt.submodules import parts, split_path, tensors_of
+
+Function = Callable[..., Any]
+
+_SECONDS = 0.4  # how long to time a graph and the model
+_SHORT = 0.01  # seconds: what takes less finds other values in the caches than its own, when something else ran before
 
 
 class Unused(Exception):
@@ -37,15 +45,11 @@ class Trial:
     """
 
     def __init__(self, model: nn.Module, traced: TracedModule, inputs: Inputs) -> None:
-        index = GraphIndex(traced)
+        index, own = GraphIndex(traced), dict(tensors_of({"": model}))
+        self.places: list[tuple[str, str]] = []
         self._model, self._inputs = model, inputs
-        own = dict(tensors_of({"": model}))
         self._written = {name: tensor for name, tensor in own.items() if index.memory.writer_of(tensor)}
         self._left: dict[str, Tensor] = {}
-        modules = [index.module(node) for node in index.nodes if node.op == "call_module"]
-        layers = {id(part) for module in modules for part in parts(module)}
-        self._layers = {path: part for path, part in model.named_modules() if id(part) in layers}
-        self.places: list[tuple[str, str]] = []
         written_input = any(n.op == "placeholder" and index.memory.written(n) for n in index.nodes)
         for node in index.nodes:
             fault = _fault(index, node, written_input)
@@ -57,9 +61,9 @@ class Trial:
             if writer is not None:
                 raise Unused(f"a call may write into a constant of the graph, at {graph.place(writer)}")
 
-    def own(self, eager: Callable[..., Any]) -> Any:
+    def own(self, eager: Function) -> Any:
         """The outputs of the model's own method. Fake tensors let pass what others do not, such as two dtypes in a product."""
-        before = {path: dict(vars(layer)) for path, layer in self._layers.items()}
+        before = [(path, vars(layer), dict(vars(layer))) for path, layer in self._model.named_modules()]
         try:
             value, self._left = self._run(eager)
         except Unused:
@@ -67,12 +71,11 @@ class Trial:
         except Exception as error:
             raise Unused(f"it fails on these inputs, with {type(error).__name__}: {error}") from error
         self.places = [split_path(name) for name in self._left]
-        for path, layer in self._layers.items():  # `weight_norm` computes the attribute `weight`
-            now = vars(layer)
-            self.places += [(path, name) for name in now if now[name] is not before[path].get(name)]
+        for path, now, then in before:  # `weight_norm` computes the attribute `weight`
+            self.places += [(path, name) for name in now if now[name] is not then.get(name)]
         return value
 
-    def run(self, function: Callable[..., Any]) -> Any:
+    def run(self, function: Function) -> Any:
         """The outputs of a graph.
 
         Raises:
@@ -83,26 +86,44 @@ class Trial:
             raise Unused("its graph leaves other values in the buffers that the model writes into")
         return value
 
-    def repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that puts back what each call writes."""
+    def repeatable(self, function: Function, ask: Callable[[], object] = bool) -> Function:
+        """A function that puts back what each call writes, and asks something before."""
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            with restored(self._model, self._written):
+            ask()
+            with restored(self._model, self._written) if self._left else contextlib.nullcontext():
                 return function(*args, **kwargs)
 
-        return again if self._left else function
+        return again
 
-    def _run(self, function: Callable[..., Any]) -> tuple[Any, dict[str, Tensor]]:
+    def _run(self, function: Function) -> tuple[Any, dict[str, Tensor]]:
         """The outputs of a call, and the values that it writes, by the names of the tensors."""
         buffers = dict(self._model.named_buffers())
         with restored(self._model, self._written) as before:
             value = self._inputs.call(function)
             for name, buffer in self._model.named_buffers():
-                if name in buffers and buffer is not buffers[name]:
+                if buffer is not buffers.get(name, buffer):
                     raise Unused(f"the forward replaces the buffer {name!r}. Write into it with `.copy_()`.")
             left = {name: t.detach().clone() for name, (t, old) in before.items() if not same_bits(old, t)}
             # An output may be a view of a buffer.
             return mapped(value, Tensor.clone) if left else value, left
+
+
+def speedup(model: Function, computed: Function, inputs: Inputs) -> float:
+    """The model's time by the graph's: the median over rounds in which both run."""
+    ratios: list[float] = []
+    begun = time.perf_counter()
+    while len(ratios) < 3 or (len(ratios) < 50 and time.perf_counter() - begun < _SECONDS):
+        ratios.append(_seconds(model, inputs) / _seconds(computed, inputs))
+    return statistics.median(ratios)
+
+
+def _seconds(function: Function, inputs: Inputs, again: bool = True) -> float:
+    """The seconds of a call; of a short one, those of the second in a row, as in use."""
+    copied, start = inputs.copied(), time.perf_counter()
+    function(*copied.args, **copied.kwargs)
+    took = time.perf_counter() - start
+    return _seconds(function, inputs, False) if again and took < _SHORT else took
 
 
 def _fault(index: GraphIndex, node: Node, written_input: bool) -> str | None:

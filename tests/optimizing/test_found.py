@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 from transformers import BatchEncoding
 
 import fxopt
+from fxopt.optimizing import prepare
 from fxopt.optimizing.dispatch import Graphs
 from fxopt.optimizing.lowering import Lowered
 from fxopt.testing import randomise
@@ -475,6 +476,26 @@ def test_sizes_that_the_forward_fixes_are_not_captured_one_after_the_other():
     inputs = [torch.randn(rows, 8) for rows in range(2, 9)]
     with pytest.warns(
         fxopt.FallbackWarning, match=r"holds for one size, which the forward fixes at .*found.py"
+    ):
+        torch.testing.assert_close([*map(fast, inputs)], [*map(reference, inputs)])
+    assert [each.inputs for each in fast.report] == ["x: 4 x 8", "x: 3 x 8", "x: 2 x 8"]
+
+
+@torch.no_grad()
+def test_sizes_that_cannot_be_free_get_two_more_graphs_and_the_reason(monkeypatch):
+    trace = prepare.trace_method
+
+    def only_fixed(*args):
+        if args[-1] is not None:
+            raise fxopt.TraceError("no such sizes")
+        return trace(*args)
+
+    monkeypatch.setattr(prepare, "trace_method", only_fixed)
+    fast, reference = fast_of(lambda m, x: m.layer(x))
+    inputs = [torch.randn(rows, 8) for rows in range(2, 9)]
+    with pytest.warns(
+        fxopt.FallbackWarning,
+        match=r"holds for one size, because with free sizes it cannot be captured: no such sizes",
     ):
         torch.testing.assert_close([*map(fast, inputs)], [*map(reference, inputs)])
     assert [each.inputs for each in fast.report] == ["x: 4 x 8", "x: 3 x 8", "x: 2 x 8"]

@@ -105,6 +105,13 @@ def test_an_encoder_that_is_called_by_itself_follows_the_model():
     assert_same()
 
 
+@torch.no_grad()
+def test_an_encoder_needs_none_of_the_methods_that_are_named_for_its_model():
+    fast = fxopt.optimize(t5().float(), methods=("prepare_decoder_input_ids_from_labels",), tune=False)
+    torch.testing.assert_close(fast.get_encoder()(**TEXT)[0], fast.encoder(**TEXT)[0], atol=1e-5, rtol=1e-4)
+    assert [each.reason for each in fast.report] == [None]
+
+
 def tokenizer():
     words = {name: number for number, name in enumerate(["<pad>", "<s>", "</s>", "<unk>"])}
     words |= {f"w{number}": number for number in range(4, 90)}

@@ -5,7 +5,7 @@ from torch import nn
 
 import fxopt
 from fxopt.optimizing import prepare as prepare_module
-from fxopt.optimizing.worthwhile import FoldScaleAndShift
+from fxopt.optimizing.prepare import FoldScaleAndShift
 from fxopt.testing import randomise
 from tests.before_after import fxopt_trace, refused, rewritten
 from tests.modules import module

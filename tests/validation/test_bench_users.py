@@ -189,7 +189,7 @@ def test_an_internal_error_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any) -> Any:
         raise ArithmeticError("of our own")
 
-    monkeypatch.setattr(fxopt.optimizing.dispatch, "prepare", fails)
+    monkeypatch.setattr(fxopt.optimizing.prepare, "run_in_float64", fails)
     monkeypatch.setattr(user_models, "subject", lambda name: _subject(Tiny))
     row = users.journeys("transformers.BertModel")
     assert row["wrong"]
