@@ -4,37 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxopt import graph, submodules
+from fxopt.functional import COUNT, FUNCTIONS, Function
 from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.spelling import call_of
 from fxopt.torch_internals import buffers_of, parameters_of, pytree
-
-
-class Function(NamedTuple):
-    """A function with weights.
-
-    Attributes:
-        value: the argument that is no weight.
-        tensors: the attributes of the layer, by argument.
-        make: makes the layer, on the meta device, of the shapes of its tensors, the rank of its input, and the other
-            arguments. It raises a TypeError for those that the layer does not have, and a ValueError with a reason.
-        turned: whether the layer has the transposed weight.
-    """
-
-    value: str
-    tensors: Mapping[str, str]
-    make: Callable[..., nn.Module]
-    turned: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,110 +168,3 @@ def _tensors(
             found[name] = tensor if is_parameter or attribute in buffers_of(now[path]) else tensor.detach()
             found[name] = found[name].t() if turns else found[name]
     return found
-
-
-Shapes = Mapping[str, tuple[int, ...]]
-COUNT = "num_batches_tracked"
-
-
-def _linear(shapes: Shapes, rank: int | None) -> nn.Module:
-    if len(shapes["weight"]) != 2:
-        raise ValueError("its weight is no matrix")
-    outputs, inputs = shapes["weight"]
-    return nn.Linear(inputs, outputs, "bias" in shapes)
-
-
-def _conv(kind: Callable[..., nn.Module], rank: int) -> Callable[..., nn.Module]:
-    def make(
-        shapes: Shapes, _: int | None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
-    ) -> nn.Module:
-        given, taken, *size = shapes["weight"]
-        if len(size) != rank:
-            raise ValueError("its weight has other dimensions")
-        return kind(taken * groups, given, tuple(size), stride, padding, dilation, groups, "bias" in shapes)
-
-    return make
-
-
-def _transposed(kind: Callable[..., nn.Module], rank: int) -> Callable[..., nn.Module]:
-    def make(
-        shapes: Shapes,
-        _: int | None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> nn.Module:
-        taken, given, *size = shapes["weight"]
-        if len(size) != rank:
-            raise ValueError("its weight has other dimensions")
-        options = stride, padding, output_padding, groups, "bias" in shapes, dilation
-        return kind(taken, given * groups, tuple(size), *options)
-
-    return make
-
-
-def _batch_norm(
-    shapes: Shapes,
-    rank: int | None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> nn.Module:
-    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(rank or 0)
-    if training:
-        raise ValueError("it normalises by the statistics of the batch")
-    if kind is None or len(shapes) != 4:
-        raise ValueError("the rank of its input is unknown, or it lacks weights or statistics")
-    return kind(shapes["weight"][0], eps, momentum)
-
-
-def _layer_norm(
-    shapes: Shapes, rank: int | None, normalized_shape: Any, eps: float = 1e-5, cudnn_enable: bool = True
-) -> nn.Module:
-    return nn.LayerNorm(normalized_shape, eps, bias="bias" in shapes)
-
-
-def _group_norm(
-    shapes: Shapes, rank: int | None, num_groups: int, eps: float = 1e-5, cudnn_enabled: bool = True
-) -> nn.Module:
-    return nn.GroupNorm(num_groups, shapes["weight"][0], eps)
-
-
-def _rms_norm(shapes: Shapes, rank: int | None, normalized_shape: Any, eps: float | None = None) -> nn.Module:
-    return nn.RMSNorm(normalized_shape, eps)
-
-
-def _embedding(
-    shapes: Shapes,
-    rank: int | None,
-    padding_idx: int | None = None,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> nn.Module:
-    rows, columns = shapes["weight"]
-    padding = None if padding_idx == -1 else padding_idx
-    return nn.Embedding(rows, columns, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
-
-
-_BOTH = {"weight": "weight", "bias": "bias"}
-_STATISTICS = {"running_mean": "running_mean", "running_var": "running_var"}
-FUNCTIONS: Mapping[str, Function] = {
-    "linear": Function("self", _BOTH, _linear),
-    "addmm": Function("mat1", {"mat2": "weight", "self": "bias"}, _linear, turned=True),
-    "matmul": Function("self", {"other": "weight"}, _linear, turned=True),
-    "mm": Function("self", {"mat2": "weight"}, _linear, turned=True),
-    **{f"conv{n}d": Function("self", _BOTH, _conv(getattr(nn, f"Conv{n}d"), n)) for n in (1, 2, 3)},
-    **{
-        f"conv_transpose{n}d": Function("self", _BOTH, _transposed(getattr(nn, f"ConvTranspose{n}d"), n))
-        for n in (1, 2, 3)
-    },
-    "batch_norm": Function("self", {**_BOTH, **_STATISTICS}, _batch_norm),
-    "layer_norm": Function("self", _BOTH, _layer_norm),
-    "group_norm": Function("self", _BOTH, _group_norm),
-    "rms_norm": Function("self", {"weight": "weight"}, _rms_norm),
-    "embedding": Function("self", {"weight": "weight"}, _embedding),
-}
-"""The functions by the name of their operator."""

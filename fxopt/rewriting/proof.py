@@ -143,6 +143,8 @@ def _run(function: Callable[..., Any], drawn: Mapping[str, Any], trains: bool) -
 
 def _gradients(function: Callable[..., Any], drawn: Mapping[str, Any]) -> list[Tensor]:
     given = {name: _wide(value) for name, value in copy.deepcopy(dict(drawn)).items()}
+    for layer in (value for value in given.values() if isinstance(value, nn.Module)):
+        layer.requires_grad_(False)  # a replacement changes copies of weights
     inputs = [v.requires_grad_() for v in given.values() if isinstance(v, Tensor) and v.is_floating_point()]
     with torch.enable_grad(), Float64():
         out = function(

@@ -130,6 +130,7 @@ class Snapshot:
         orders: the orders of the record.
 
     Example:
+        >>> import torch
         >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU()))
         >>> snapshot = Snapshot(traced)
         >>> traced.graph.erase_node(list(traced.graph.nodes)[-1])

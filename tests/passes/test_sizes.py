@@ -17,6 +17,7 @@ LIMIT = 120
 
 HALVES = {
     "obstacles/precision_plan.py": "passes/change_precision.py",
+    "functional.py": "passes/make_layers.py",
     "obstacles/rounding.py": "passes/change_true_div_to_mul_by_inverse.py",
     "obstacles/batch_norm.py": "passes/fold_batch_norms.py",
     "obstacles/parameter_constants.py": "passes/fold_scale_and_shift.py",
