@@ -148,6 +148,9 @@ SITES: dict[str, Site] = {
         ROWS,
         ("a", "norm"),
     ),
+    "function": Site(
+        fxopt.MakeLayers(), lambda m, x: x @ m.a + 1, lambda: {"a": nn.Parameter(torch.randn(4, 3))}, ROWS, ()
+    ),
     "activation": Site(
         fxopt.ReplaceActivation("gelu", "silu"),
         lambda m, x: m.a(x) + 1,

@@ -29,7 +29,7 @@ class Meeting(nn.Module):
         self.first, self.middle, self.last = nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)
         self.conv, self.norm = nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)
         self.other_conv, self.layer_norm, self.behind = nn.Conv2d(1, 2, 1), nn.LayerNorm(4), nn.Linear(4, 4)
-        self.wide = nn.Linear(64, 4)
+        self.wide, self.table = nn.Linear(64, 4), nn.Parameter(torch.ones(4, 4))
         self.packed = packed_layer(nn.Linear(4, 4), "onednn", (5, 4))
 
     def forward(self, x):
@@ -42,7 +42,7 @@ class Meeting(nn.Module):
         twice = heads[:, :, None].expand(1, 1, 2, 5, 4).reshape(1, 2, 5, 4)
         y = y + F.scaled_dot_product_attention(heads.expand(1, 2, 5, 4), twice, twice)[0, 0]
         y = y + torch.sin(x) * torch.sin(x) + (torch.arange(4) + 1) + self.wide(torch.cat([x] * 16, 1))
-        y = y + self.behind(self.layer_norm(y))
+        y = y + self.behind(self.layer_norm(y)) + x @ self.table
         y = y + (y + 1).view(5, 2, 2).transpose(0, 1).contiguous().transpose(0, 1).reshape(5, 4)
         image = torch.relu(self.packed(y))[None, None]
         return y / 8, k, self.norm(self.conv(image)) + self.other_conv(image) + 1
