@@ -28,7 +28,7 @@ TIMED = (Check.LATENCY, Check.OPTIMIZE)
 
 STAGES = (
     *("load", "run the model", "capture", "transform", "run the graph", "compare", "verify", "other sizes"),
-    *("reverse", "usable", "task", "time", "optimize"),
+    *("reverse", "usable", "time", "optimize"),
 )
 """The stages of a case, in order; a record says where it ended."""
 

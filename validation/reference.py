@@ -26,7 +26,7 @@ FILES = """## Files
 
 | path in `reports/` | content |
 |---|---|
-| `latest/records.parquet`, `.csv` | the last run, one row a case: all other files are views of this table |
+| `latest/records.parquet` | the last run, one row a case: all other files are views of this table |
 | `latest/report.html`, `summary.md` | what got worse since the last good run, failures, fastest pipelines, every case |
 | `latest/compatibility/<model>.md` | one model: pass × device with verdict, sites, error and speed |
 | `latest/passes/<pass>.md` | one pass: models, where it rewrites, what it refuses, error and gain |

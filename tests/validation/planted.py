@@ -243,7 +243,8 @@ class Raise(Inverse):
 def entry(model: str = "Net", **fields: Any) -> Entry:
     shape = {"x": {"shape": [5, 4]}}
     path = f"{__name__}.{model}"
-    return Entry.model_validate({"name": "net", "model": path, "sizes": "fixed", "inputs": shape, **fields})
+    sizes = {} if "dynamic_shapes" in fields else {"sizes": "fixed"}
+    return Entry.model_validate({"name": "net", "model": path, "inputs": shape, **sizes, **fields})
 
 
 def run(check: Check, pass_: type[Transformation] | None = None, **fields: Any) -> Finding:

@@ -39,7 +39,6 @@ def test_a_run_writes_every_view_and_the_history(records, run, tmp_path):
     names = {str(file.relative_to(tmp_path)) for file in files}
     assert names == {
         "latest/records.parquet",
-        "latest/records.csv",
         "latest/summary.md",
         "latest/report.html",
         *(f"latest/compatibility/{model}.md" for model in ("bert-base", "groupvit", "resnet-50")),
@@ -179,12 +178,12 @@ def test_of_one_error_in_several_checks_the_largest_is_shown(run, tmp_path):
         Record(dataclasses.replace(CASE, check=check), Outcome.PASS, measurements={"logit_error": error})
         for check, error in ((Check.EQUIVALENCE, 2e-9), (Check.ACCURACY, 1e-9))
     ]
-    view = tables.compatibility(table_of(records, run, tmp_path), "bert")
+    view = tables.compatibility(table_of(records, run, tmp_path))
     assert view["logit error (limit)"].tolist() == ["2.0e-09"]
 
 
 def test_an_error_stands_beside_its_own_limit(table):
-    view = tables.compatibility(table, "bert-base").set_index(["passes", "device"])
+    view = tables.compatibility(table[table["model"] == "bert-base"]).set_index(["passes", "device"])
     row = view.loc[("MergeLinears", "cuda")]
     assert row["relative error (limit)"].endswith("e-07 (2.0e-06)")
     assert row["relative error float64 (limit)"].endswith("(1.0e-09)")
@@ -204,24 +203,6 @@ def test_a_refused_site_counts_once_however_many_checks_saw_it(run, tmp_path):
 def test_counts_add_up(table):
     counts = tables.counts(table)
     assert counts.drop(columns=["model", "time (s)"]).to_numpy().sum() == len(table)
-
-
-def test_measurements_that_nobody_announced_are_shown(run, tmp_path):
-    records = [Record(CASE, Outcome.PASS, measurements={"peak_memory_mb": 12.5, "logit_error": 2e-9})]
-    table = table_of(records, run, tmp_path)
-    assert tables.measurements(table)["peak memory (MB)"].tolist() == ["12.5"]
-    assert tables.compatibility(table, "bert")["logit error (limit)"].tolist() == ["2.0e-09"]
-
-
-def test_speed_and_accuracy_have_tables_of_their_own(table):
-    speed = tables.speed(table).set_index("passes")
-    row = table[(table["pipeline"] == "MergeLinears") & (table["model"] == "bert-base")]
-    row = row[row["latency_ratio"].notna() & (row["device"] == "cpu")].iloc[0]
-    assert speed.loc["MergeLinears", "bert-base · cpu"] == wording.ratio(row)
-    assert re.fullmatch(r"0\.\d{3} \[0\.\d{3}, 0\.\d{3}\]", wording.ratio(row))
-    accuracy = tables.accuracy(table)
-    assert set(accuracy["passes"]) == {"ChangePrecision", "ReplaceActivation"}
-    assert set(accuracy["cosine"]) == {"0.9999"}
 
 
 @pytest.mark.parametrize(
@@ -282,13 +263,12 @@ def test_the_summary_has_every_section_that_has_something_to_say(table):
         "`fxopt.optimize`",
         "Verdicts",
         "Compositions",
-        "Where the order matters",
-        "Latency, by that of the graph, with 95 % intervals",
+        "Failed as expected",
+        "Why sites were refused",
     ]
-    sections += ["Accuracy", "Cases by outcome", "Failed as expected", "Why sites were refused"]
     assert re.findall("^## (.*)$", markdown.summary(table), re.M) == sections
     without = markdown.summary(table[table["pipeline"] == ""])
-    assert not {"Compositions", "Accuracy"} & set(re.findall("^## (.*)$", without, re.M))
+    assert "Compositions" not in without
 
 
 def test_a_page_of_a_pass_says_where_it_rewrites_and_what_it_refuses(run, tmp_path):
@@ -371,13 +351,6 @@ def test_plain_names_stay():
     }
 
 
-def test_no_table_of_a_model_has_more_columns_than_one_can_read(table):
-    page = markdown.compatibility(table, "bert-base")
-    assert max(line.count(" | ") for line in page.splitlines()) < 15
-    assert "## Measured by equivalence" in page
-    assert "relative error float64" in page
-
-
 # --- the headline, the fastest pipelines, and what changed ----------------------------------------------
 
 
@@ -412,13 +385,12 @@ def test_the_fastest_is_safe_and_beyond_the_floor(run, tmp_path):
         *timed_records("a-b", ("Safe",), 0.7, "faster"),
         *timed_records("a-b", ("Slower",), 0.8, "faster"),
         *timed_records("c-d", ("Safe",), 0.7, "none above the A/A floor"),
+        *timed_records("c-d", (), 0.9, "faster")[1:],
     ]
     found = pipelines.fastest(tables.verdicts(table_of(records, run, tmp_path))).set_index("model")
-    assert found.loc["a-b", "fastest safe"] == "Safe"
-    assert found.loc["a-b", "graph = 1"] == "0.700 [0.690, 0.710]"
-    assert found.loc["a-b", "grade"] == "within n ULP"
-    assert found.loc["a-b", "fastest of all"] == "Rough"
-    assert found.loc["c-d", "fastest safe"] == pipelines.NONE
+    assert found.loc["a-b", pipelines.FASTEST[0]] == "Safe"
+    assert found.loc["a-b", pipelines.FASTEST[1]] == "0.700 [0.690, 0.710]"
+    assert found.loc["c-d", pipelines.FASTEST[0]] == pipelines.NONE
 
 
 def test_a_report_says_what_changed_since_the_run_before(records, run, tmp_path, later):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import math
 from pathlib import Path
 
@@ -50,23 +49,6 @@ def test_numbers_are_numbers_and_missing_is_not_nan(run, tmp_path):
     stored = pq.read_table(tmp_path / "records.parquet")["max_abs_error"].to_pylist()
     assert math.isnan(stored[0])
     assert stored[1] is None
-
-
-def test_how_long_cases_took_is_read_of_the_runs_of_a_directory(run, tmp_path):
-    other = dataclasses.replace(CASE, check=Check.PARITY)
-    for number, case in enumerate([CASE, other]):
-        store.write_table(store.table_of([Record(case, Outcome.PASS, seconds=number + 1.0)], run), tmp_path)
-        (tmp_path / "records.parquet").rename(tmp_path / f"{number}.parquet")
-    assert store.seconds_by_case(tmp_path) == {CASE.id: 1.0, other.id: 2.0}
-    assert store.seconds_by_case(tmp_path / "none") == {}
-
-
-def test_csv_has_the_same_rows(records, run, tmp_path):
-    table = written(records, run, tmp_path)
-    csv = pd.read_csv(tmp_path / "records.csv", keep_default_na=False)
-    assert csv["id"].tolist() == table["id"].tolist()
-    assert csv["reason"].tolist() == table["reason"].tolist()
-    assert [len(json.loads(cell)) for cell in csv["refusals"]] == [len(cell) for cell in table["refusals"]]
 
 
 def test_a_run_without_records_is_refused(run):
@@ -126,12 +108,6 @@ def test_a_broken_run_in_the_history_is_named_and_passed_over(run, tmp_path):
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 nothing")
     with pytest.warns(UserWarning, match=r"passed over: .*broken\.parquet"):
         assert store.history(tmp_path)["run"].tolist() == [run.id]
-
-
-def test_a_broken_file_beside_the_baseline_costs_the_order_of_models_alone(run, tmp_path):
-    (tmp_path / "broken.parquet").write_bytes(b"PAR1 nothing")
-    store.write_table(store.table_of([Record(CASE, Outcome.PASS, seconds=2.0)], run), tmp_path)
-    assert store.seconds_by_case(tmp_path) == {CASE.id: 2.0}
 
 
 def test_an_empty_history_says_what_to_do(tmp_path):

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ from validation.running.run import Runner
 from validation.zoo import sources as zoo
 from validation.zoo.build import DEFAULT, SPECIALIZE
 from validation.zoo.plan import plan
-from validation.zoo.sources import FIXED, FIXED_BY_MODEL, FREE, Architecture, architectures
+from validation.zoo.sources import FREE, Architecture, architectures
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES: dict[str, Transformation] = {
@@ -130,26 +129,6 @@ class Baked(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return torch.utils._pytree.tree_map(lambda value: value * (len(x) == 2), self.model(x))
-
-
-def test_the_models_of_each_library_are_counted() -> None:
-    rows = pd.DataFrame(
-        {
-            "architecture": ["a.One", "a.Two", "b.Three", "b.Four"],
-            "runs": True,
-            "right": [True, True, False, False],
-            "outcome": ["pass", "pass", "fail", "error"],
-            "captured": [DEFAULT, SPECIALIZE, DEFAULT, ""],
-            "batch": [FREE, FIXED, FREE, FIXED_BY_MODEL],
-            "peer": ["right", "failed", "right", "wrong"],
-            "peer_sizes": [FREE, "", FIXED, ""],
-        }
-    )
-    assert page.by_library(rows).to_numpy().tolist() == [
-        ["a", 2, 1, 2, 2, 1, 0, 0, 1, 1, 0],
-        ["b", 2, 0, 0, 1, 0, 1, 1, 1, 0, 1],
-        ["all", 4, 1, 2, 3, 1, 1, 1, 2, 1, 1],
-    ]
 
 
 def test_a_sweep_goes_through_the_checks_of_every_model() -> None:
@@ -297,11 +276,9 @@ def test_a_sweep_has_a_page_with_a_line_an_architecture(harness: Any, tmp_path: 
     assert guarded["outcome"] == Outcome.REFUSED  # nothing was compared
     assert "decides on a value" in guarded["reason"]
     rows = page.by_architecture(table)
-    assert 1e-9 < rows.set_index("architecture").loc["rounds", "relative_error"] < 1e-6
     text = (tmp_path / "architectures/architectures.md").read_text()
     for row in rows.itertuples():
         lines = [line for line in text.splitlines() if line.startswith(f"| {row.architecture} |")]
-        assert lines, row.architecture
         said = [outcome for outcome in Outcome for line in lines if f" {outcome} |" in line]
         assert said == ([row.outcome] if row.outcome in ("fail", "error", "refused") else []), (
             row.architecture
@@ -312,7 +289,6 @@ def test_a_sweep_has_a_page_with_a_line_an_architecture(harness: Any, tmp_path: 
     assert numbers["run eagerly"] == "13"
     assert numbers["captured and right with default arguments"] == "61.5 % (8 of 13)"
     assert numbers["captured and right, with `specialize=True` where that is needed"] == "76.9 % (10 of 13)"
-    assert numbers["captured and right, to 1e-9"] == "53.8 % (7 of 13)"
     assert numbers["past every stage"] == "69.2 % (9 of 13)"  # one is refused by a pass
     assert numbers["wrong without an error"] == "2"
     assert numbers["batch size free, of those that have one"] == "80.0 % (8 of 10)"

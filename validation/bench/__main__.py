@@ -10,7 +10,6 @@ from .memory import memory
 from .passes import passes, verification
 from .peers import peers
 from .profile import profile
-from .users import users
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -20,7 +19,7 @@ def main() -> None:
     """Measure what fxopt takes, with its peers beside it, in interleaved runs."""
 
 
-for command in (ablation, capture, memory, passes, peers, profile, users, verification):
+for command in (ablation, capture, memory, passes, peers, profile, verification):
     app.command()(command)
 
 if __name__ == "__main__":

@@ -1,16 +1,11 @@
-"""The memory of an optimized model, with the model itself and without, of a capture at its peak, and of an engine's first call:
-each in a process of its own.
-"""
+"""The memory of an optimized model, with the model itself and without, and of a capture at its peak, each in a process of its own."""
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
 import multiprocessing
 import re
-import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,8 +17,8 @@ from rich.table import Table
 import fxopt
 from fxopt.objects import tensors_in
 
-from .engines import Prepare, Unavailable, engines, fresh, quiet, reason
-from .workloads import SMALL, VERIFIED, WORKLOADS, Workload, build, llama, named
+from .engines import fresh, quiet
+from .workloads import SMALL, VERIFIED, WORKLOADS, build, llama, named
 
 _STATUS = Path("/proc/self/status")
 
@@ -130,64 +125,3 @@ def _of_capture(name: str, training: bool, verify: bool | None) -> float:
     else:
         subject.captured(fxopt.trace, free=False, verify=verify)()
     return resident("VmHWM") - before
-
-
-PATIENCE = 1800.0
-"""Seconds after which an engine that does not come to its first result is given up."""
-
-
-@dataclasses.dataclass(frozen=True)
-class FirstCall:
-    """Bytes of the whole process, with torch and the model; NaN where this system does not tell them."""
-
-    seconds: float  # from the model in memory to the first result
-    resident: float  # memory after that
-    peak: float  # of it, on the way
-
-
-def first_call(prepare: Prepare, workload: Workload, threads: int) -> FirstCall:
-    """Makes an engine ready and runs it once, in this process."""
-    torch.set_num_threads(threads)
-    gc.collect()
-    forget_peak()
-    start = time.perf_counter()
-    with torch.no_grad():
-        prepared = prepare(workload.model, workload.inputs, threads)
-        prepared.run(prepared.feed(workload.inputs))
-    seconds = time.perf_counter() - start
-    return FirstCall(seconds, resident("VmRSS"), resident("VmHWM"))
-
-
-def first_call_alone(name: str, small: bool, precision: str, engine: str, threads: int) -> FirstCall:
-    """The same in a new process, which imports and compiles everything anew.
-
-    Raises `Unavailable` with the reason when the engine cannot run, and when its process ends without an answer.
-    """
-    context = multiprocessing.get_context("spawn")
-    answer, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, name, small, precision, engine, threads))
-    process.start()
-    sender.close()
-    try:
-        if not answer.poll(PATIENCE):
-            raise Unavailable(f"no result after {PATIENCE:.0f} seconds")
-        found = answer.recv()
-        process.join(60)  # it has processes of its own to end
-    except EOFError:
-        process.join()
-        raise Unavailable(f"its process ended with exit status {process.exitcode}") from None
-    finally:
-        process.kill()
-        process.join()
-    if isinstance(found, str):
-        raise Unavailable(found)
-    assert isinstance(found, FirstCall)
-    return found
-
-
-def _answer(sender: Connection, name: str, small: bool, precision: str, engine: str, threads: int) -> None:
-    with quiet():
-        try:
-            sender.send(first_call(engines(precision, threads)[engine], build(name, small), threads))
-        except Exception as error:  # whatever an engine makes of a model
-            sender.send(reason(error))

@@ -1,11 +1,10 @@
-"""Accuracy: how far a pipeline that does not preserve the computation moves the outputs, and a task's result."""
+"""Accuracy: how far a pipeline that does not preserve the computation moves the outputs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -13,27 +12,20 @@ from fxopt.errors import GuardError
 from fxopt.testing import compare, leaves
 from fxopt.testing.probes import not_finite
 
-from ..judging import steps
 from ..judging.comparison import per_dtype
 from ..judging.metrics import METRICS
 from ..judging.subject import LEAST_COSINE, Subject
 from ..records import Finding, Outcome
-from ..zoo import digits
-from ..zoo.entry import TrainedWeights
-
-LEAST_ACCURACY, MOST_ACCURACY_LOST = 0.9, 0.02
-"""A model that never learned its task shows nothing; one that loses more of it has been damaged."""
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """Every metric of the rewritten model against the original, in each dtype; and the task, if it has one.
+    """Every metric of the rewritten model against the original, in each dtype.
 
     Of a sweep, whose models have learned nothing, the metrics are reported, but not judged; the results must be finite,
     and of the same form where the values do not decide on it.
     """
     measurements: dict[str, float | int] = {}
     problems: list[str] = []
-    steps.note(subject, pipeline)
     for dtype in subject.dtypes_of(pipeline):
         rewritten = subject.rewritten(pipeline, dtype)
         if not sum(rewritten.sites):
@@ -73,10 +65,6 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
                 problems.append(
                     f"the outputs moved by {away:.3g} of their norm, the limit is {limit:.3g}{why}"
                 )
-        if isinstance(subject.entry.weights, TrainedWeights):
-            before, after = _task(subject, pipeline, dtype)
-            problems += _task_problems(before, after)
-            measured |= {"accuracy_before": before, "accuracy_after": after}
         measurements |= per_dtype(dtype, subject.dtypes[0], measured)
     return Finding(Outcome.FAIL if problems else Outcome.PASS, "; ".join(problems), measurements)
 
@@ -101,25 +89,3 @@ def floating(output: Any) -> dict[str, Tensor]:
         for path, value in leaves(output)
         if isinstance(value, Tensor) and value.is_floating_point()
     }
-
-
-def _task(subject: Subject, pipeline: tuple[str, ...], dtype: torch.dtype) -> tuple[float, float]:
-    """The shares of images that the graph classifies right, before and after a pipeline."""
-    batch = len(subject.inputs(dtype)["pixel_values"])
-
-    def right(module: nn.Module) -> float:
-        def classify(images: Tensor) -> Any:
-            return subject.run(module, dtype, {"pixel_values": images})
-
-        return digits.accuracy(classify, dtype, subject.device, batch)
-
-    with subject.entering("task"):
-        return right(subject.traced(dtype)), right(subject.rewritten(pipeline, dtype).module)
-
-
-def _task_problems(before: float, after: float) -> list[str]:
-    if before < LEAST_ACCURACY:
-        return [f"the model did not learn its task: {before:.1%} right"]
-    if before - after > MOST_ACCURACY_LOST:
-        return [f"the share of right answers fell from {before:.1%} to {after:.1%}"]
-    return []

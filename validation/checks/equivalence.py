@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..judging import steps
 from ..judging.comparison import judge_graph
 from ..judging.subject import Subject
 from ..records import Finding, Outcome
@@ -18,7 +17,6 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         for dtype in {subject.wide, *subject.dtypes_of(pipeline)}
     ):
         return Finding(Outcome.NO_OP, "nothing to rewrite")
-    steps.note(subject, pipeline)
     finding = judge_graph(subject, lambda dtype: subject.rewritten(pipeline, dtype).module, pipeline)
     # A tolerance is for the whole model; a single site knows nothing of it, nor of what a sweep finds out.
     tolerated = subject.entry.tolerance(pipeline) > 0 or not subject.entry.given

@@ -1,14 +1,12 @@
-"""How commands talk: tables for people, JSON for programs, and one line for what the user can mend."""
+"""How commands talk: tables, and one line for what the user can mend."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import Annotated
 
 import pandas as pd
-import pydantic_core
 import typer
 from rich import box
 from rich.console import Console
@@ -16,8 +14,6 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from fxopt.errors import FxoptError
-
-Json = Annotated[bool, typer.Option("--json", help="Print data for programs.")]
 
 
 @contextlib.contextmanager
@@ -32,11 +28,6 @@ def one_line_errors() -> Iterator[None]:
         finally:
             for warning in caught:
                 typer.echo(f"warning: {warning.message}", err=True)
-
-
-def print_json(data: object) -> None:
-    """JSON has neither NaN nor infinities: they become null."""
-    typer.echo(pydantic_core.to_json(data, indent=1, inf_nan_mode="null").decode())
 
 
 def print_table(table: pd.DataFrame) -> None:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
-from torch.fx.node import map_aggregate
+from torch.fx import GraphModule
 
 from fxopt.rewriting.composition import compose
 from fxopt.rewriting.history import history
-from fxopt.rewriting.signature import stable_text
 from fxopt.rewriting.transformation import Transformation
 
 Refusals = tuple[tuple[str, str, str], ...]
@@ -87,29 +83,6 @@ def size(module: GraphModule) -> dict[str, int]:
     """The nodes of a graph, and the modules that they call."""
     calls = module.graph.find_nodes(op="call_module")
     return {"nodes": len(module.graph.nodes), "modules": len({node.target for node in calls})}
-
-
-def computation(module: GraphModule) -> str:
-    """A digest of what a graph computes: of its calls with their inputs, layers, and values bit for bit.
-
-    Neither names of nodes and modules nor the order of independent nodes are in it.
-    """
-    digests: dict[Node, str] = {}
-    for node in module.graph.nodes:
-        arguments = map_aggregate(
-            (node.args, node.kwargs), lambda a: digests[a] if isinstance(a, Node) else a
-        )
-        target: object = node.target if node.op != "output" else ""
-        if node.op == "call_module":
-            layer = module.get_submodule(str(target))
-            target = repr(layer), layer.training, stable_text(tensors(layer))
-        elif node.op == "get_attr":
-            target = stable_text(operator.attrgetter(str(target))(module))
-        elif callable(target):
-            target = stable_text(target)
-        text = repr((node.op, target, arguments))
-        digests[node] = hashlib.sha256(text.encode()).hexdigest()
-    return hashlib.sha256("".join(sorted(digests.values())).encode()).hexdigest()[:12]
 
 
 def _called(module: GraphModule) -> list[tuple[str, bool]]:

@@ -85,7 +85,6 @@ METRICS: dict[str, Metric] = {
     "ulps*": Metric("error", factor=10, floor=8.0, text="the error of outputs, in units in the last place"),
     "tolerance*": Metric("limit", "lower", factor=10, text="the limit of the error"),
     "agreement*": Metric("accuracy", "higher", difference=0.02, text="the share of equal predictions"),
-    "*accuracy*": Metric("accuracy", "higher", difference=0.02, text="the share of right answers in a task"),
     # Below 0.99 its check fails.
     "cosine*": Metric(
         "accuracy", "higher", difference=1e-3, text="the cosine of outputs with those of the model"

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from ..records import AGAIN, FAILING, Check, Outcome
+from ..records import AGAIN, FAILING, Outcome
 from . import headline as headlines
 from . import tables
-from .pipelines import fastest, optimized, orders, steps
+from .pipelines import fastest, optimized
 
 MARKS = {Outcome.PASS: "✅", Outcome.NO_OP: "▫️", Outcome.SKIP: "⏭️", Outcome.EXPECTED: "⚠️"}
 FAILED = "❌"
@@ -23,11 +23,9 @@ def summary(table: pd.DataFrame, since: headlines.Since | None = None) -> str:
     verdict = tables.verdicts(ran)
     single = verdict[~verdict["pipeline"].str.contains("+", regex=False)]
     composed = verdict[verdict["pipeline"].str.contains("+", regex=False)]
-    accuracy = tables.accuracy(ran)
     compositions = []
     if len(composed):
         compositions = ["## Compositions", pipes(tables.matrix(composed))]
-        compositions += ["## Where the order matters", ORDERS, pipes(orders(ran)) or "Nowhere."]
     linked = {"compatibility": file_stems(ran["model"].unique()), "passes": file_stems(single_passes(ran))}
     models, passes = (
         " · ".join(f"[{escape(name)}]({folder}/{stem}.md)" for name, stem in stems.items())
@@ -53,14 +51,8 @@ def summary(table: pd.DataFrame, since: headlines.Since | None = None) -> str:
         LEGEND,
         pipes(tables.matrix(single)) or "None.",
         *compositions,
-        "## Latency, by that of the graph, with 95 % intervals",
-        pipes(tables.speed(table)) or "Nothing was timed.",
-        "## Accuracy" if len(accuracy) else "",
-        pipes(accuracy),
-        "## Cases by outcome",
-        pipes(tables.counts(ran)) or "None.",
         "## Failed as expected",
-        pipes(tables.excuses(table)) or "None.",
+        pipes(tables.problems(table, [Outcome.EXPECTED])) or "None.",
         "## Why sites were refused",
         pipes(tables.refusals(table)) or "No site was refused.",
     )
@@ -79,16 +71,11 @@ def compatibility(table: pd.DataFrame, model: str) -> str:
         headline(own.assign(plan="")),
         LEGEND,
         "## Passes and devices",
-        pipes(tables.compatibility(table, model)),
-        "## Checks",
-        pipes(tables.checks(table, model)),
-        "## What each pass of the full pipelines adds",
-        pipes(steps(own).drop(columns="model", errors="ignore")) or "Nothing was measured.",
+        pipes(tables.compatibility(own)),
         "## Failures",
         pipes(tables.problems(own)) or "None.",
         "## Why sites were refused",
         pipes(tables.refusals(own).drop(columns="models")) or "No site was refused.",
-        *(block for check in Check for block in _measurements(own[own["check"] == check], check)),
     )
 
 
@@ -99,7 +86,7 @@ def of_pass(table: pd.DataFrame, name: str) -> str:
         f"# {escape(name)}",
         headline(own.assign(plan="")),
         "## Models",
-        pipes(tables.of_pass(table, name)),
+        pipes(tables.compatibility(own)),
         "## Where it rewrites",
         pipes(tables.places(table, name)) or "No site is listed.",
         "## Why sites were refused",
@@ -113,13 +100,6 @@ REPEATED = (
     f"`{AGAIN.format(model='MODEL', case='CASE')}` runs one of them again, and `python repro/CASE.py`, beside this file, "
     "shows it without the harness. Both end with 0 when it is right."
 )
-
-
-def _measurements(rows: pd.DataFrame, check: Check) -> list[str]:
-    """The measurements of one check: each check has numbers of its own, and all of them in one table are too wide to read."""
-    measured = tables.measurements(rows)
-    same = [name for name in ("model", "device", "check", "dtype") if measured[name].nunique() <= 1]
-    return [f"## Measured by {check}", pipes(measured.drop(columns=same))] if len(measured) else []
 
 
 def _worse(since: headlines.Since | None) -> list[str]:
@@ -149,32 +129,11 @@ FASTEST = (
     "captured, with 95 % intervals, and by that of the model run eagerly; what is not beyond the A/A floor is no effect."
 )
 
-ORDERS = (
-    "Pairs of passes that give another graph in the other order, in how many models, and passes that rewrite what they have "
-    "made themselves. Both orders are compared with the model, and so is a pass applied twice: these are facts, no faults."
-)
-
 LEGEND = (
     "A verdict is the worst outcome of the checks of a pass: `pass` was compared and found right, `no-op` "
     "found nothing to rewrite, `expected` failed as `model_zoo.yaml` says it does. "
     "A dash: not planned, or nothing to measure."
 )
-
-
-def comparison(since: headlines.Since, most: int = 100) -> str:
-    """The changes between two runs, as the summary of a job on GitHub takes it: causes, and behind a click all changes."""
-    table = since.changes.drop(columns="regression")
-    worse, others = table[since.changes["regression"]], table[~since.changes["regression"]]
-    folded = []
-    for name, rows in (("regressions", worse), ("other changes", others)):
-        if len(rows):
-            lines = _first(rows, most)
-            folded += [f"<details><summary>{len(rows):,} {name}, one by one</summary>", *lines, "</details>"]
-    return page(f"# {headlines.changed(since.changes)}", *_worse(since), *folded)
-
-
-def _first(rows: pd.DataFrame, most: int) -> list[str]:
-    return [pipes(rows.head(most)), f"... and {len(rows) - most:,} more" if len(rows) > most else ""]
 
 
 def headline(table: pd.DataFrame) -> str:

@@ -111,7 +111,6 @@ class Controller:
     ) -> Generator[Record, None, None]:
         """The records of a run that was cut; then of the cases that may share the machine; then, alone, of the timed ones."""
         earlier = self._journal.earlier if self._journal else {}
-        self.pool.remember(earlier.values())
         for case in [case for case in cases if case in earlier]:
             begun(case)
             yield earlier[case]

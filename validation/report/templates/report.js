@@ -90,7 +90,7 @@ function drawFastest() {
   const lines = rows.map(([model, ...rest]) => [toModel(model), ...rest]);
   if (!rows.length) return at("fastest").append("Nothing was timed.");
   const first = lines.slice(0, 20), rest = lines.slice(20);
-  const short = ["model", "graph = 1", "grade"].map((name) => columns.indexOf(name));
+  const short = [columns.indexOf("model")];
   at("fastest").append(table(columns, first, short));
   if (rest.length) at("fastest").append(make("details", {}, make("summary", {}, `${rest.length} more models`), table(columns, rest, short)));
 }
@@ -148,11 +148,11 @@ const VIEWS = {
   },
   pipelines(found, most, into) {
     const rows = sorted(found).slice(0, most).map((cell) => [
-      link(`${cell.model} · ${label(cell.pipeline)}`, () => open(cell)), badge(cell.verdict), shown(number(cell, "sites")), fact(cell, "grade") ?? "-",
+      link(`${cell.model} · ${label(cell.pipeline)}`, () => open(cell)), badge(cell.verdict), shown(number(cell, "sites")),
       shown(number(cell, "relative_error_float64") ?? number(cell, "relative_error")), shown(number(cell, "agreement")),
       make("span", { class: effect(cell) }, shown(number(cell, "latency_ratio"))), shown(number(cell, "latency_transformed_ms")), shown(number(cell, "memory_peak_mb")),
     ]);
-    into.replaceChildren(table(["pipeline", "verdict", "sites", "grade", "error", "agreement", "latency", "ms", "memory (MB)"], rows, [1]));
+    into.replaceChildren(table(["pipeline", "verdict", "sites", "error", "agreement", "latency", "ms", "memory (MB)"], rows, [1]));
     return found.length;
   },
   latency(found, most, into) {
@@ -225,17 +225,16 @@ function details(found) {
 
 // How the case ended in the runs before.
 function nights(found) {
-  const { runs, outcomes, ends } = data.history;
-  const marks = ends.map((letters, run) => {
-    const outcome = outcomes[letters.charCodeAt(found.index) - 97];
-    return make("i", { class: outcome ? kind(outcome) : "gone", title: `${runs[run]}: ${outcome ?? "not in it"}` });
+  const marks = data.history.map(({ run, outcomes }) => {
+    const outcome = outcomes[found.index];
+    return make("i", { class: outcome ? kind(outcome) : "gone", title: `${run}: ${outcome || "not in it"}` });
   });
   return make("span", { class: "nights", "aria-label": "earlier runs" }, ...marks);
 }
 
 // Latency run by run, up to this one.
 function trend(found) {
-  const before = data.history.measured.map((run) => run.values[places(run.at).indexOf(found.index)]);
+  const before = data.history.map((run) => run.values[found.index]);
   const values = [...before, found.numbers.latency_ratio].filter((value) => typeof value === "number");
   if (values.length < 2 || found.check !== "latency") return undefined;
   const low = Math.min(...values), high = Math.max(...values);
