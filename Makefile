@@ -8,7 +8,7 @@ VENV ?= .venv$(addprefix -torch-,$(TORCH))
 TORCH_INDEX_URL ?=
 # What `make test` runs, and arguments of pytest.
 TESTS ?= tests
-# What `make validate` runs of the zoo: arguments of the harness, e.g. FX="--fx-tag smoke".
+# What `make validate` runs of the zoo: arguments of the harness, e.g. FX="--fx-tag day".
 FX ?= --fx-tag day --fx-timing 3
 # How long `make fuzz` runs, and with which programs.
 FUZZ_SECONDS ?= 600

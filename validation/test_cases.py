@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from .records import FAILING, Case, Outcome
+from .records import EXCUSED, FAILING, Case, Outcome
 from .running.controller import failure, send
 from .running.run import Runner
 
@@ -22,7 +22,7 @@ def test_case(
     record_property(*send(record))
     if record.outcome in FAILING:
         pytest.fail(failure(record, request.node), pytrace=False)
-    if record.outcome in (Outcome.EXPECTED, Outcome.REFUSED):
+    if record.outcome in EXCUSED:
         pytest.xfail(record.reason)
     if record.outcome is Outcome.SKIP:
         pytest.skip(record.reason)

@@ -225,6 +225,10 @@ class Rough(Inverse):
         return 1.001 / divisor
 
 
+class Tolerant(Rough):
+    tolerance = 1e-2
+
+
 class Negate(Rough):
     def factor(self, divisor: float) -> float:
         return -1 / divisor

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
+from torch.fx import GraphModule, Node
 
+import fxopt
 from fxopt import Transformation
 from tests.validation.planted import (
     AlmostInverse,
@@ -26,6 +31,7 @@ from tests.validation.planted import (
     Rough,
     RoundUnmarked,
     RoundWeights,
+    Tolerant,
     Unmarked,
     run,
     run_pipeline,
@@ -33,6 +39,7 @@ from tests.validation.planted import (
 from validation import checks
 from validation.judging import subject
 from validation.judging.comparison import difference
+from validation.judging.rewritten import sites_of
 from validation.judging.subject import Subject
 from validation.records import Check, Outcome
 
@@ -223,17 +230,51 @@ def test_effect_says_why_most_sites_were_refused() -> None:
 
 
 def test_accuracy_measures_a_small_change() -> None:
-    finding = run(Check.ACCURACY, Rough)
+    finding = run(Check.ACCURACY, Tolerant)
     assert finding.outcome is Outcome.PASS
     assert finding.measurements["agreement"] == 1
     assert finding.measurements["relative_error"] == pytest.approx(1e-3, rel=1e-2)
-    assert run(Check.ACCURACY, Rough, dtypes=["float32", "bfloat16"]).measurements["agreement_bfloat16"] == 1
+    assert (
+        run(Check.ACCURACY, Tolerant, dtypes=["float32", "bfloat16"]).measurements["agreement_bfloat16"] == 1
+    )
+
+
+def test_a_pass_that_moves_the_outputs_and_states_no_tolerance_is_not_found_right() -> None:
+    finding = run(Check.ACCURACY, Rough)
+    assert finding.outcome is Outcome.UNJUDGED
+    assert finding.reason == "the outputs moved by 0.001 of their norm; Rough states no `tolerance`"
+    said = {"pipeline": "Rough", "relative_error": 1e-2, "reason": "a coarse divisor"}
+    assert run(Check.ACCURACY, Rough, tolerances=[said]).outcome is Outcome.PASS
+
+
+def test_sites_are_those_that_a_pass_rewrote_whatever_it_marks() -> None:
+    for pairs in (1, 2, 5):
+        layers = [layer for _ in range(pairs) for layer in (nn.Linear(4, 4), nn.ReLU(), nn.ReLU())]
+        graph = fxopt.trace(nn.Sequential(*layers).eval(), (torch.randn(2, 4),))
+        pass_ = RemoveRepeatedReLU()
+        assert sites_of(pass_, graph, pass_(copy.deepcopy(graph))) == pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoveRepeatedReLU(fxopt.ReversibleRewrite):
+    """Its `apply` returns nothing, so that no node is marked."""
+
+    preserves_computation = True
+
+    def match(self, graph_module: GraphModule) -> Iterator[Node]:
+        calls = graph_module.graph.find_nodes(op="call_module")
+        relus = [node for node in calls if type(graph_module.get_submodule(node.target)) is nn.ReLU]
+        yield from (node for node in relus if node.all_input_nodes[0] in relus)
+
+    def apply(self, rewriter: fxopt.Rewriter, site: Node) -> None:
+        rewriter.replace_uses(site, site.all_input_nodes[0])
+        rewriter.erase(site)
 
 
 @pytest.mark.parametrize(
     ("pass_", "model", "reason"),
     [
-        (Negate, "Net", "cosine with the original is -1"),
+        (Negate, "Net", "moved by 2 of their norm, the limit is 0.01"),
         (Overflow, "Net", "not finite where the original is"),
         (Rough, "NotFinite", "output is not finite"),
     ],

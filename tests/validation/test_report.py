@@ -292,6 +292,12 @@ def test_a_page_of_a_pass_says_where_it_rewrites_and_what_it_refuses(run, tmp_pa
     assert f"[{name}](passes/{name}.md)" in (tmp_path / "latest/summary.md").read_text()
 
 
+def test_the_command_of_a_failure_has_the_options_of_the_run(run, tmp_path):
+    made = dataclasses.replace(run, options=" --pass own.passes.Mine")
+    page = markdown.summary(table_of([Record(CASE, Outcome.FAIL)], made, tmp_path))
+    assert "`fxopt validate --model MODEL -k CASE --pass own.passes.Mine`" in page
+
+
 def test_markup_in_a_reason_is_text_in_markdown(table):
     page = rendered(markdown.summary(table))
     assert "<script>" not in page

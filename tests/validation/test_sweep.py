@@ -171,7 +171,7 @@ def test_each_stage_is_seen_to_fail(name: str, outcome: Outcome, stage: str, rea
         (Silent(), Check.EQUIVALENCE, "in float64, output differs by .*"),
         (WrongAndRough(), Check.ROUND_TRIP, "the round trip is not exact.*"),
         (NoWayBack(), Check.ROUND_TRIP, "the round trip is not exact.*"),
-        (Unchanged(), Check.EFFECT, "marked 1 nodes as transformed, but the graph module is the same"),
+        (Unchanged(), Check.EFFECT, "tells of 1 sites, but the graph module is the same"),
     ],
 )
 def test_a_wrong_pass_is_seen(pass_: Transformation, check: Check, reason: str) -> None:

@@ -27,8 +27,7 @@ PLACES, MOST_PLACES = "places", 200
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """Count sites and refusals, nodes, modules and parameters; hold the sites against those recorded.
 
-    Several passes are not explained, which takes longer than applying them: each pass by itself says the same. A pass alone is applied a second time, to what it has made: what that changes must be right, too, and be undone
-    with the rest.
+    Several passes are not explained, which takes longer than applying them: each pass by itself says the same.
     """
     dtype = subject.dtypes_of(pipeline)[0]
     before, rewritten = subject.traced(dtype), subject.rewritten(pipeline, dtype)
@@ -88,7 +87,7 @@ def _wrong_effect(before: GraphModule, rewritten: Rewritten) -> str:
             f"changed {len(rewritten.tampered)} things that the graph shares with the user's model: {names}"
         )
     if sum(rewritten.sites) and not differ(before, rewritten.module):
-        return f"marked {sum(rewritten.sites)} nodes as transformed, but the graph module is the same"
+        return f"tells of {sum(rewritten.sites)} sites, but the graph module is the same"
     return ""
 
 

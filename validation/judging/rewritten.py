@@ -22,8 +22,7 @@ Refusals = tuple[tuple[str, str, str], ...]
 class Rewritten:
     """A copy of the graph after a pipeline.
 
-    `sites` has for a pass alone how many it rewrote (`sites_of`); for each of several that did something, in order, how
-    many nodes it marked, or 1. `tampered` names the tensors and modules of the graph it was made from that a pass changed.
+    `sites` has for a pass alone, or for each of several that did something, how many it rewrote (`sites_of`). `tampered` names the tensors and modules of the graph it was made from that a pass changed.
     """
 
     module: GraphModule
@@ -43,7 +42,7 @@ def rewrite(traced: GraphModule, passes: Sequence[tuple[str, Transformation]]) -
         sites = [sites_of(whole, traced, module)]
     else:
         module = compose(*(pass_ for _, pass_ in passes))(module)
-        sites = [step.nodes or 1 for step in history(module)]
+        sites = [step.sites for step in history(module)]
     return Rewritten(module, tuple(sites), tuple(_tampered(traced, kept, kept_tensors)))
 
 
@@ -67,8 +66,10 @@ def explained(traced: GraphModule, name: str, pass_: Transformation) -> Explaine
 
 
 def sites_of(pass_: Transformation, before: GraphModule, after: GraphModule) -> int:
-    """How many nodes a pass marked as transformed; 1 if it marked none, but changed the graph module."""
-    return len(pass_.get_transformed_nodes(after)) or int(differ(before, after))
+    """How many sites a pass rewrote, as its history says; 1 if it says none, but the graph module is another."""
+    steps = history(after)[len(history(before)) :]
+    sites = sum(step.sites for step in steps if step.signature == pass_.signature)
+    return sites or int(differ(before, after))
 
 
 def differ(before: GraphModule, after: GraphModule) -> bool:

@@ -36,9 +36,6 @@ FLOOR = 8.0
 farther: the model may be exact by chance.
 """
 
-LEAST_COSINE = 0.99
-"""Below this the outputs point elsewhere: more than rounding or an approximation."""
-
 UNSTATED = 0.01
 """The tolerance of a pass that does not preserve the computation and states none."""
 
@@ -116,6 +113,12 @@ class Subject:
         passes = [pass_ for _, pass_ in self.members(pipeline) if not pass_.preserves_computation]
         stated = sum(UNSTATED if each.tolerance is None else each.tolerance for each in passes)
         return (self.entry.tolerance(pipeline) or stated) + FLOOR * torch.finfo(dtype).eps
+
+    def without_tolerance(self, pipeline: tuple[str, ...]) -> str:
+        """The first pass of a pipeline that may move the outputs, and does not say how far; empty where there is none."""
+        members = self.members(pipeline)
+        names = (n for n, pass_ in members if not pass_.preserves_computation and pass_.tolerance is None)
+        return next(names, "")
 
     @property
     def wide(self) -> torch.dtype:

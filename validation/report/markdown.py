@@ -13,7 +13,13 @@ from . import headline as headlines
 from . import tables
 from .pipelines import fastest, optimized
 
-MARKS = {Outcome.PASS: "✅", Outcome.NO_OP: "▫️", Outcome.SKIP: "⏭️", Outcome.EXPECTED: "⚠️"}
+MARKS = {
+    Outcome.PASS: "✅",
+    Outcome.NO_OP: "▫️",
+    Outcome.SKIP: "⏭️",
+    Outcome.EXPECTED: "⚠️",
+    Outcome.UNJUDGED: "❔",
+}
 FAILED = "❌"
 
 
@@ -40,7 +46,7 @@ def summary(table: pd.DataFrame, since: headlines.Since | None = None) -> str:
         pipes(pd.DataFrame(tables.conditions(table).items(), columns=["made with", ""])),
         "## Failures",
         pipes(tables.problems(table)) or "None.",
-        REPEATED if table["outcome"].isin(FAILING).any() else "",
+        REPEATED.format(options=_options(table)) if table["outcome"].isin(FAILING).any() else "",
         *_changes(since),
         "## Fastest pipeline of each model",
         FASTEST,
@@ -97,9 +103,14 @@ def of_pass(table: pd.DataFrame, name: str) -> str:
 
 
 REPEATED = (
-    f"`{AGAIN.format(model='MODEL', case='CASE')}` runs one of them again, and `python repro/CASE.py`, beside this file, "
+    f"`{AGAIN.format(model='MODEL', case='CASE')}{{options}}` runs one of them again, and `python repro/CASE.py`, beside this file, "
     "shows it without the harness. Both end with 0 when it is right."
 )
+
+
+def _options(table: pd.DataFrame) -> str:
+    """The options with which `fxopt validate` finds the zoo and the passes of a run."""
+    return str(table["options"].iloc[0] or "") if "options" in table else ""
 
 
 def _worse(since: headlines.Since | None) -> list[str]:
@@ -131,7 +142,7 @@ FASTEST = (
 
 LEGEND = (
     "A verdict is the worst outcome of the checks of a pass: `pass` was compared and found right, `no-op` "
-    "found nothing to rewrite, `expected` failed as `model_zoo.yaml` says it does. "
+    "found nothing to rewrite, `expected` failed as `model_zoo.yaml` says it does, `unjudged` moved the outputs without a stated limit. "
     "A dash: not planned, or nothing to measure."
 )
 

@@ -20,7 +20,7 @@ import pytest
 
 from .. import report, store
 from ..judging import repro
-from ..records import AGAIN, FAILING, Case, Outcome, Record, counted
+from ..records import AGAIN, EXCUSED, FAILING, Case, Outcome, Record, counted
 from ..timing import timing_threads
 from .fleet import Fleet
 from .pool import Pool
@@ -225,14 +225,14 @@ def reports(item: pytest.Item, record: Record, start: float, stop: float) -> Ite
     longrepr: str | tuple[str, int, str] | None = None
     if record.outcome in FAILING:
         outcome, longrepr = "failed", failure(record, item)
-    elif record.outcome in (Outcome.EXPECTED, Outcome.REFUSED, Outcome.SKIP):
+    elif record.outcome in (*EXCUSED, Outcome.SKIP):
         path, line, _ = item.location
         outcome, longrepr = "skipped", (path, line or 0, f"Skipped: {record.reason}")
     made: Any = functools.partial(
         pytest.TestReport, item.nodeid, item.location, dict.fromkeys(item.keywords, 1), stop=stop
     )
     call = made(outcome, longrepr, "call", user_properties=[send(record)], duration=stop - start, start=start)
-    if record.outcome in (Outcome.EXPECTED, Outcome.REFUSED):
+    if record.outcome in EXCUSED:
         call.wasxfail = record.reason
     return call, made("passed", None, "teardown", start=stop)
 

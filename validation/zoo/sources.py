@@ -41,11 +41,12 @@ def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
     try:
         file = ZooFile.model_validate(data)
     except pydantic.ValidationError as error:
+        places = [e["loc"] for e in error.errors()]
         found = [
             (e["loc"], _IN_YAML.get(e["type"], e["msg"].removeprefix("Value error, ")))
             for e in error.errors()
-            if e["type"] != "too_short"
-            or error.error_count() == 1  # a list whose items are wrong is that, too
+            # a list whose items are wrong is also too short for pydantic
+            if not any(place != e["loc"] and place[: len(e["loc"])] == e["loc"] for place in places)
         ]
         raise yaml_file.mistakes(path, data, found) from error
     if wrong := [*_mistakes_in(file, passes)]:
