@@ -68,12 +68,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of the Ray cluster, or `auto`; default: one is started here",
     )
     group.addoption(
-        "--fx-budget",
-        type=_seconds,
-        metavar="SECONDS",
-        help="end the run after these; --fx-resume goes on with it",
-    )
-    group.addoption(
         "--fx-resume",
         action="store_const",
         const=True,

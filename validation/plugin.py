@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import gc
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,20 +15,19 @@ from fxopt.errors import FxoptError
 from fxopt.rewriting.transformation import Transformation
 
 from .judging.subject import TIMING
-from .records import Case, Outcome, Record, counted
-from .running.controller import Controller, received
+from .records import Case, counted
+from .running.controller import Controller
 from .running.fleet import Fleet
 from .running.pool import Make, Pool
-from .running.run import Runner, in_worker
+from .running.run import in_worker
 from .store import Place
-from .zoo.entry import Entry, is_installed, judged
+from .zoo.entry import Entry, is_installed
 from .zoo.passes import passes_of
 from .zoo.plan import content, members, plan, unmet
-from .zoo.sources import SOURCES, architectures, load_zoo, marked
+from .zoo.sources import SOURCES, architectures, load_zoo
 
 LEFT_OUT = pytest.StashKey[dict[str, str]]()
 CASES = pytest.StashKey[Mapping[str, Case]]()
-RUNNER = pytest.StashKey[Runner]()
 WORKERS = pytest.StashKey[int]()
 
 
@@ -105,7 +103,6 @@ def _configure(config: pytest.Config) -> None:
         text = f"the options leave {len(zoo)} of {counted(len(whole), 'model')}"
         raise pytest.UsageError(f"no case is chosen: {text}")
     timing: float = config.getoption("--fx-timing") or TIMING
-    config.stash[RUNNER] = Runner(zoo, passes, timing=timing)
     controller = Controller(
         cases=cases,
         planned=[case.id for case in plan(whole, passes, present)],
@@ -115,7 +112,6 @@ def _configure(config: pytest.Config) -> None:
         pool=_engine(config, entries, functools.partial(in_worker, zoo, passes, timing)),
         workers=config.stash[WORKERS],
         content=lambda case: content(case, entries[case.model], passes),
-        budget=config.getoption("--fx-budget"),
         resume=bool(config.getoption("--fx-resume")),
     )
     config.pluginmanager.register(controller, "fxopt-controller")
@@ -134,16 +130,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", [pytest.param(case, id=case.id) for case in cases])
 
 
-@pytest.fixture(scope="session")
-def runner(pytestconfig: pytest.Config) -> Iterator[Runner]:
-    torch.set_num_threads(1)
-    yield pytestconfig.stash[RUNNER]
-    gc.unfreeze()
-
-
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    record = received(report)
-    return ("no-op", "n", "NO-OP") if record and record.outcome is Outcome.NO_OP else None
+    return ("no-op", "n", "NO-OP") if getattr(report, "is_no_op", False) else None
 
 
 def _engine(config: pytest.Config, entries: Mapping[str, Entry], make: Make) -> Pool | Fleet:
@@ -154,15 +142,11 @@ def _engine(config: pytest.Config, entries: Mapping[str, Entry], make: Make) -> 
     def timeout(case: Case) -> float:
         return limit or entries[case.model].timeout
 
-    def final(record: Record) -> Record:
-        entry = entries[record.case.model]
-        return marked(entry, judged(entry.known_failures, record))
-
     if config.getoption("--fx-engine") is not None:
-        return Fleet(make, timeout, final, address=address or "")
+        return Fleet(make, timeout, address=address or "")
     if address is not None:
         raise pytest.UsageError("--fx-address: only with --fx-engine ray")
-    return Pool(make, timeout, final)
+    return Pool(make, timeout)
 
 
 def _passes(config: pytest.Config) -> tuple[dict[str, Transformation], list[str]]:

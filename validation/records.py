@@ -27,7 +27,7 @@ TIMED = (Check.LATENCY, Check.OPTIMIZE)
 """The checks whose cases have their machine to themselves."""
 
 STAGES = (
-    *("load", "run the model", "capture", "transform", "run the graph", "compare", "verify", "other sizes"),
+    *("load", "run the model", "capture", "transform", "run the graph", "compare", "verify"),
     *("reverse", "usable", "time", "optimize"),
 )
 """The stages of a case, in order; a record says where it ended."""

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from validation.bench import engine_rows, machine, peers
+from tests.validation.small_workloads import SMALL
+from validation.bench import engine_rows, machine, peers, workloads
 from validation.bench.__main__ import app
 from validation.bench.engine_rows import compare, exactness, in_float64
 from validation.bench.engines import (
@@ -26,7 +27,7 @@ from validation.bench.engines import (
     tensors,
 )
 from validation.bench.peers import document
-from validation.bench.workloads import Workload, build
+from validation.bench.workloads import Workload
 
 TWO_LAYERS = "two layers"
 
@@ -51,7 +52,7 @@ def test_an_engine_gives_what_the_model_gives(precision, name, model):
     for package in ("onnxruntime", "onnxscript", "openvino"):
         if name.lower().startswith(package[:4]):
             pytest.importorskip(package)
-    workload = two_layers() if model == TWO_LAYERS else build(model, small=True)
+    workload = two_layers() if model == TWO_LAYERS else SMALL[model]()
     state = {key: value.clone() for key, value in workload.model.state_dict().items()}
     with torch.no_grad():
         prepared = engines(precision, 2)[name](workload.model, workload.inputs, 1)
@@ -65,7 +66,7 @@ def test_an_engine_gives_what_the_model_gives(precision, name, model):
     assert all(torch.equal(value, after[key]) for key, value in state.items())
 
 
-UNABLE = {"OpenVINO int8": "it needs data to calibrate on", "fxopt int8": "`fxopt.optimize` has no int8"}
+UNABLE = {"fxopt int8": "`fxopt.optimize` has no int8"}
 
 
 def test_torch_compile_does_not_change_the_settings_of_others():
@@ -98,7 +99,7 @@ def test_an_engine_that_gives_something_else_is_left_out(hasty):
 
 
 def test_the_flat_form_takes_and_gives_tensors_alone():
-    workload = build("llama-decode", small=True)
+    workload = SMALL["llama-decode"]()
     leaves = tensors(workload.inputs)
     assert len(leaves) == 1 + 2 * 2
     with torch.no_grad():
@@ -111,7 +112,7 @@ def test_the_flat_form_takes_and_gives_tensors_alone():
 def test_operations_are_counted_with_those_of_attention():
     linear = Workload(nn.Linear(8, 4), {"input": torch.rand(3, 8)})
     assert linear.flops() == 2 * 3 * 8 * 4
-    bert = build("bert", small=True)
+    bert = SMALL["bert"]()
     layer = 4 * 32 * 32 + 2 * 32 * 64 + 2 * 16 * 32  # of one token: projections, feed-forward, attention
     assert bert.flops() == 2 * (2 * 16 * layer + 32 * 32)
 
@@ -123,22 +124,21 @@ def test_the_peak_of_matrix_products():
 @pytest.mark.long
 def test_the_command_writes_its_reports(tmp_path, hasty, monkeypatch):
     chosen = {
-        name: made
-        for name, made in engines("float32", 1).items()
-        if name in (EAGER, AGAIN, "torch.jit", "torch.fx")
+        name: made for name, made in engines("float32", 1).items() if name in (EAGER, AGAIN, "torch.jit")
     }
     monkeypatch.setattr(peers, "engines", lambda precision, threads: chosen)
-    arguments = ["peers", "--small", "--models", "res", "--threads", "1", "--rounds", "2", "--seconds", "0"]
+    for module in (peers, workloads):
+        monkeypatch.setattr(module, "WORKLOADS", SMALL)
+    arguments = ["peers", "--models", "res", "--threads", "1", "--rounds", "2", "--seconds", "0"]
     result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     table = pd.read_parquet(tmp_path / "peers.parquet")
-    assert list(table["engine"]) == [EAGER, AGAIN, "torch.jit", "torch.fx"]
+    assert list(table["engine"]) == [EAGER, AGAIN, "torch.jit"]
     assert list(table["rounds"]) == [2, 2, 2, 0]
     assert (table["speedup"][:3] > 0).all()
     assert table["reason"][3].startswith("TraceError")
     text = (tmp_path / "peers.md").read_text()
     assert "## resnet, float32, 1 thread" in text
-    assert "Left out: torch.fx: TraceError" in text
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def hasty(monkeypatch):
 
 def _compared(chosen):
     case = ("resnet", "float32", 1)
-    return compare(case, build("resnet", small=True), chosen, rounds=2, seconds=0.0, say=len)
+    return compare(case, SMALL["resnet"](), chosen, rounds=2, seconds=0.0, say=len)
 
 
 def test_exactness_is_of_the_worst_output():

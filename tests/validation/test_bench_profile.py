@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.validation.small_workloads import SMALL
+from validation.bench import workloads
 from validation.bench.__main__ import app
 
 pytestmark = pytest.mark.long
@@ -14,7 +16,8 @@ pytestmark = pytest.mark.long
 
 def test_operators_have_rows_with_their_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXOPT_CACHE", str(tmp_path))
-    result = CliRunner().invoke(app, ["profile", "--small", "--models", "resnet", "--threads", "1"])
+    monkeypatch.setattr(workloads, "WORKLOADS", SMALL)
+    result = CliRunner().invoke(app, ["profile", "--models", "resnet", "--threads", "1"])
     assert result.exit_code == 0, result.output
     assert "resnet: float32 matrix products reach" in result.output
     assert "Input Shapes" in result.output
@@ -22,6 +25,6 @@ def test_operators_have_rows_with_their_shapes(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_unknown_model_is_said() -> None:
-    result = CliRunner().invoke(app, ["profile", "--small", "--models", "nothing"])
+    result = CliRunner().invoke(app, ["profile", "--models", "nothing"])
     assert result.exit_code == 2
     assert "there is no model 'nothing'" in result.output

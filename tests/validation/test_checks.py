@@ -70,7 +70,7 @@ def test_parity_fails_when_the_graph_computes_something_else(monkeypatch: pytest
 
 @pytest.mark.parametrize(("model", "outcome"), [("Net", Outcome.PASS), ("OneSize", Outcome.FAIL)])
 def test_sizes_that_are_said_to_be_free_are_tried(model: str, outcome: Outcome) -> None:
-    free = {"dynamic_shapes": {"x": {0: "rows"}}, "dims": {"rows": {"min": 4, "max": 6}}}
+    free = {"dynamic_shapes": {"x": {0: "rows"}}}
     finding = run(Check.PARITY, model=model, **free)
     assert finding.outcome is outcome, finding.reason
     assert finding.reason.startswith("the graph was captured for other sizes" if model == "OneSize" else "")
@@ -152,7 +152,6 @@ def test_effect_counts_what_was_done() -> None:
     assert finding.outcome is Outcome.PASS
     assert (measured["sites"], measured["refused"]) == (1, 0)
     assert measured["nodes_before"] - measured["nodes_after"] == 1
-    assert measured["modules_before"] - measured["modules_after"] == 1
 
 
 @pytest.mark.parametrize(

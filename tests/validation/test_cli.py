@@ -42,8 +42,8 @@ def test_report_writes_the_views_beside_the_table(runs, call):
     for name in ("report.html", "summary.md", "compatibility/bert-base.md"):
         assert name == "report.html" or "bert-base" in (runs[1] / name).read_text()  # its rows are compressed
         assert (runs[1] / name).stat().st_size > 500
-        assert str(runs[1] / name) in result.output
     assert "The graph fails in bert-base" in result.output
+    assert str(runs[1] / "summary.md") in result.output
 
 
 def test_report_writes_where_it_is_told(runs, call, tmp_path):
@@ -248,9 +248,8 @@ def test_sites_of_a_model_that_fails_stay_and_the_command_fails(zoo, call):
     sites_file(zoo).write_text(yaml.safe_dump({"first": {"MergeLinears": 9}}))
     result = call("zoo", "sites", zoo)
     assert result.exit_code == 2
-    assert "first: error: " in result.output
-    assert result.stderr.startswith("error: not counted: ChangePrecision in first, ")
-    assert "second: counted" in result.output
+    assert result.stderr.startswith("error: not counted: ChangePrecision in first (error: ")
+    assert "second: " in result.stdout
     assert recorded_sites(zoo)["first"] == {"MergeLinears": 9}
 
 
@@ -322,7 +321,7 @@ def test_the_options_of_validate_are_those_of_the_plugin_and_all_others_are_pyte
     after = given[given.index("--pyargs") + 2 :]
     wanted = ["--fx-pass", "A", "-k", "bert", "--fx-report-dir=out", "--fx-resume", "--tb=short", "-x"]
     assert after == wanted
-    assert "--budget SECONDS" in call("validate", "--help").output
+    assert "--timing SECONDS" in call("validate", "--help").output
 
 
 @pytest.mark.parametrize(

@@ -157,5 +157,5 @@ def test_an_address_that_does_not_answer_is_named(address: str, monkeypatch: pyt
 def test_nodes_with_other_versions_are_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = fleet.versions()["torch"]
     monkeypatch.setattr(fleet, "version", lambda name: "1.0")  # in this process alone
-    with pytest.raises(FleetError, match=rf"torch 1\.0.*has torch {re.escape(theirs)}"):
+    with pytest.raises(FleetError, match=rf"'torch': '1\.0'.* has .*'torch': '{re.escape(theirs)}'"):
         Fleet(made, limit, preload=[__name__], address=cluster.address)

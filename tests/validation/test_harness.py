@@ -330,7 +330,7 @@ def test_options_that_leave_no_case_are_a_mistake(
     assert "no case is chosen: the options leave 0 of 2 models" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--fx-timeout", "--fx-timing", "--fx-budget"])
+@pytest.mark.parametrize("option", ["--fx-timeout", "--fx-timing"])
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
 def test_a_time_that_is_none_is_a_mistake(
     harness: Harness, capsys: pytest.CaptureFixture[str], option: str, seconds: str

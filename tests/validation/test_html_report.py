@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import datetime
-import gzip
 import html.parser
 import json
 import math
@@ -27,7 +24,7 @@ CASE = Case("bert-base", ("MergeLinears",), "cpu", Check.EQUIVALENCE)
 
 
 def test_the_data_has_every_case_that_ran_and_every_number(table):
-    found = html_view.data(table, [], None)
+    found = html_view.data(table, None)
     cases = found["cases"]
     ran = table[table["outcome"] != "skip"].reset_index(drop=True)
     assert cases["model"] == ran["model"].tolist()
@@ -41,29 +38,10 @@ def test_the_data_has_every_case_that_ran_and_every_number(table):
     assert errors["heading"] == "relative error float64"
 
 
-@pytest.mark.long
-def test_the_history_is_of_the_runs_before(records, run, tmp_path):
-    directory = tmp_path / "reports"
-    for day in range(3):
-        ends = [
-            dataclasses.replace(records[0], outcome=Outcome.FAIL if day == 1 else Outcome.PASS),
-            *records[1:],
-        ]
-        at = dataclasses.replace(run, started=run.started + datetime.timedelta(days=day))
-        report.write_run(store.table_of(ends, at), directory)
-    page = (directory / "latest/report.html").read_text()
-    packed = re.search(r'<script id="data" type="text/plain">([^<]+)</script>', page)[1]
-    found = json.loads(gzip.decompress(base64.b64decode(packed)))
-    rows = store.read_run(directory / "latest")
-    index = rows[rows["outcome"] != "skip"].reset_index(drop=True)["id"].tolist().index(records[0].case.id)
-    assert [run["outcomes"][index] for run in found["history"]] == ["pass", "fail"]
-    assert not found["since"]["causes"]
-
-
 def test_numbers_that_json_lacks_are_words(run, tmp_path):
     measured = {"relative_error": math.inf, "tolerance": 1e-9, "cosine": 0.123456}
     table = table_of([Record(CASE, Outcome.FAIL, measurements=measured)], run, tmp_path)
-    numbers = html_view.data(table, [], None)["numbers"]
+    numbers = html_view.data(table, None)["numbers"]
     assert numbers["relative_error"]["values"] == ["inf"]
     assert numbers["cosine"]["values"] == [0.1235]
     json.dumps(numbers, allow_nan=False)
@@ -94,9 +72,9 @@ def test_html_asks_nothing_of_the_network_and_holds_no_markup_of_records(table):
 
 
 def test_600_models_fit_into_five_megabytes(run):
-    """With 40 pipelines each, and 12 nights before. A page grows with the number of models, and so two small ones tell."""
+    """With 40 pipelines each. A page grows with the number of models, and so two small ones tell."""
     few, more = size_of_page(run, 30), size_of_page(run, 60)
-    assert 1e6 < more + (600 - 60) / 30 * (more - few) < 5e6
+    assert 5e5 < more + (600 - 60) / 30 * (more - few) < 5e6
 
 
 NUMBERS = {
@@ -130,10 +108,7 @@ def size_of_page(run, models):
         for name in names.split():
             values = rng.integers(0, 500, count) if check == "effect" else rng.lognormal(0, 0.1, count)
             frame[name] = np.where(has, values, np.nan)
-    nights = [frame.assign(run=f"night-{night}") for night in range(12)]
-    for night in nights:
-        night["latency_ratio"] *= rng.lognormal(0, 0.02, count)
-    return len(html_view.document(frame, nights))
+    return len(html_view.document(frame))
 
 
 CLICKS = """
@@ -149,7 +124,6 @@ const press = (selector) => document.querySelector(selector).click();
   tell("since", text("#since .changes b"));
   tell("passes", text(".matrix th.pass"));
   tell("models", text(".matrix th.model"));
-  tell("fastest", text("#fastest tbody td:first-child"));
   press(".mark.failing");
   tell("cell", text("#cell h2")[0]);
   tell("address of the cell", location.hash);
@@ -157,15 +131,11 @@ const press = (selector) => document.querySelector(selector).click();
   tell("checks", text("#cell .check > p:first-child"));
   tell("reason", text("#cell .check").join(" "));
   tell("commands", text("#cell pre code"));
-  tell("trends", document.querySelectorAll("#cell svg.trend").length);
   press("#cell .close");
   tell("closed", !document.getElementById("cell").open);
   press('[data-view="latency"]');
   tell("rows", document.querySelectorAll("#view .row").length);
   tell("axes", document.querySelectorAll("#view .axis").length);
-  press("#view .row");
-  tell("trends of a latency", document.querySelectorAll("#cell svg.trend").length);
-  press("#cell .close");
   press('[data-view="cases"]');
   tell("first", text("#view tbody td:first-child").slice(0, 2));
   press("#outcomes .failing");
@@ -243,7 +213,6 @@ def test_clicks_in_a_browser(width, records, run, tmp_path, later):
     single = ran[~ran["pipeline"].str.contains("+", regex=False)]
     assert told["rows"] == single["latency_ratio"].notna().sum()
     assert told["axes"] == 1
-    assert told["trends"] == told["trends of a latency"] == 1
     assert all(outcome in ("crash", "fail", "error", "timeout", "out-of-memory") for outcome in told["first"])
     assert told["first"][0] not in told["hidden"]
     assert told["hidden"]

@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 from tests.validation.written import table_of
 from validation import report, store
 from validation.records import Case, Check, Outcome, Record
-from validation.report import headline, markdown, pipelines, tables, wording
+from validation.report import headline, markdown, tables, wording
 from validation.report import html as html_view
 
 CASE = Case("bert", ("MergeLinears",), "cpu", Check.EQUIVALENCE)
@@ -200,11 +200,6 @@ def test_a_refused_site_counts_once_however_many_checks_saw_it(run, tmp_path):
     assert refusals[["pass", "reason", "sites"]].values.tolist() == [["MergeLinears", "used elsewhere", 2]]
 
 
-def test_counts_add_up(table):
-    counts = tables.counts(table)
-    assert counts.drop(columns=["model", "time (s)"]).to_numpy().sum() == len(table)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
@@ -259,7 +254,6 @@ def test_markdown_tables_stay_tables(table):
 def test_the_summary_has_every_section_that_has_something_to_say(table):
     sections = [
         "Failures",
-        "Fastest pipeline of each model",
         "`fxopt.optimize`",
         "Verdicts",
         "Compositions",
@@ -323,38 +317,10 @@ def html_text(source):
 
 
 def test_links_of_the_summary_lead_to_the_pages(records, run, tmp_path):
-    odd = "org/model: a*b|c"
-    records = [dataclasses.replace(r, case=dataclasses.replace(r.case, model=odd)) for r in records[:1]]
     written(records, run, tmp_path)
-    summary = rendered((tmp_path / "latest/summary.md").read_text())
-    (link,) = re.findall(r'href="([^"]+)"', summary)
-    assert odd in (tmp_path / "latest" / link).read_text().splitlines()[0].replace("\\", "")
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["bert", "BERT"],
-        ["aB", "Ab"],
-        ["a/b", "a:b", "a b"],
-        ["..", ".", "/", ""],
-        ["x" * 300, "x" * 301],
-        ["../../etc/passwd"],
-        ["модель", "モデル"],
-    ],
-)
-def test_file_names_are_safe_and_different(names):
-    stems = markdown.file_stems(names)
-    assert len({stem.lower() for stem in stems.values()}) == len(names)
-    for stem in stems.values():
-        assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}", stem)
-
-
-def test_plain_names_stay():
-    assert markdown.file_stems(["bert-base", "resnet-50"]) == {
-        "bert-base": "bert-base",
-        "resnet-50": "resnet-50",
-    }
+    links = re.findall(r'href="([^"]+)"', rendered((tmp_path / "latest/summary.md").read_text()))
+    assert {"compatibility/bert-base.md", "passes/MergeLinears.md"} <= {*links}
+    assert all((tmp_path / "latest" / link).is_file() for link in links)
 
 
 # --- the headline, the fastest pipelines, and what changed ----------------------------------------------
@@ -372,31 +338,6 @@ def test_what_was_not_run_is_no_case_and_is_told_once(run, tmp_path):
     assert headline.not_run(table) == ["2 cases of 2 models not run: timm cannot be imported"]
     assert markdown.summary(table).count(missing) == 1
     assert "c-d" not in markdown.summary(table)
-
-
-def timed_records(model, pipeline, ratio, effect, *, exact=True, outcome=Outcome.PASS):
-    check = Check.EQUIVALENCE if exact else Check.ACCURACY
-    measured = {"latency_ratio": ratio, "latency_ratio_low": ratio - 0.01, "latency_ratio_high": ratio + 0.01}
-    case = Case(model, pipeline, "cpu", Check.LATENCY)
-    facts = {"latency_effect": effect}
-    checked = Record(dataclasses.replace(case, check=check), outcome, facts={"grade": "within n ULP"})
-    return [checked, Record(case, Outcome.PASS, measurements=measured, facts=facts)]
-
-
-def test_the_fastest_is_safe_and_beyond_the_floor(run, tmp_path):
-    records = [
-        *timed_records("a-b", ("Wrong",), 0.3, "faster", outcome=Outcome.FAIL),
-        *timed_records("a-b", ("Rough",), 0.5, "faster", exact=False),
-        *timed_records("a-b", ("Noise",), 0.6, "none above the A/A floor"),
-        *timed_records("a-b", ("Safe",), 0.7, "faster"),
-        *timed_records("a-b", ("Slower",), 0.8, "faster"),
-        *timed_records("c-d", ("Safe",), 0.7, "none above the A/A floor"),
-        *timed_records("c-d", (), 0.9, "faster")[1:],
-    ]
-    found = pipelines.fastest(tables.verdicts(table_of(records, run, tmp_path))).set_index("model")
-    assert found.loc["a-b", pipelines.FASTEST[0]] == "Safe"
-    assert found.loc["a-b", pipelines.FASTEST[1]] == "0.700 [0.690, 0.710]"
-    assert found.loc["c-d", pipelines.FASTEST[0]] == pipelines.NONE
 
 
 def test_a_report_says_what_changed_since_the_run_before(records, run, tmp_path, later):
@@ -420,8 +361,7 @@ def test_a_report_says_what_changed_since_the_run_before(records, run, tmp_path,
 
 def test_the_terminal_shows_failures_first_then_counts_and_paths(table, tmp_path):
     text = report.terminal_summary(table, [tmp_path / "latest/report.html"])
-    crash = text.index("MergeLinears crashes in bert-base")
-    assert crash < text.index("time (s)") < text.index("report.html")
+    assert text.index("MergeLinears crashes in bert-base") < text.index("report.html")
     assert "FuseBiasInLinear fails in bert-base: logits differ" in text
     assert "   fxopt validate --model bert-base -k bert-base-FuseBiasInLinear-cpu-equivalence" in text
 

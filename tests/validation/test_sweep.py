@@ -25,7 +25,7 @@ from validation.running.run import Runner
 from validation.zoo import sources as zoo
 from validation.zoo.build import DEFAULT, SPECIALIZE
 from validation.zoo.plan import plan
-from validation.zoo.sources import FREE, Architecture, architectures
+from validation.zoo.sources import Architecture, architectures
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES: dict[str, Transformation] = {
@@ -100,21 +100,13 @@ def test_what_is_right_passes_every_check_and_is_measured() -> None:
     assert {record.outcome for record in records.values()} == {Outcome.PASS, Outcome.NO_OP}
     found, peer = records["", Check.PARITY], records["", Check.PEER]
     assert (found.outcome, found.stage, found.reason, found.dtype) == (Outcome.PASS, "", "", "float64")
-    facts = {"captured": DEFAULT, "refusal": "", "batch": FREE, "sequence": FREE, "grade": "bit-exact"}
+    facts = {"captured": DEFAULT, "refusal": "", "grade": "bit-exact"}
     assert found.facts == {**facts, "source": "sweep_models"}
-    assert peer.facts == {"peer": "right", "peer_reason": "", "peer_sizes": FREE, "source": "sweep_models"}
-    assert (found.measurements["nodes"], found.measurements["modules"]) == (5, 2)
+    assert peer.facts == {"peer": "right", "peer_reason": "", "source": "sweep_models"}
+    assert found.measurements["nodes"] == 5
     sites = {name: records[name, Check.EFFECT].measurements["sites"] for name in PASSES}
     assert sites == {"ChangeTrueDivToMulByInverse": 1, "ReplaceActivation": 0}
     assert 0 < found.measurements["trace_seconds"] < found.seconds
-    assert 0 < peer.measurements["peer_seconds"] <= peer.measurements["peer_work_seconds"] < peer.seconds
-
-
-def test_a_peer_is_asked_for_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.export, "export", lambda model, *_, **options: Baked(model))
-    found = run("good", peer=True)["", Check.PEER].facts
-    assert found["peer"] == "wrong"
-    assert found["peer_reason"].endswith("of its largest value off")
 
 
 class Baked(nn.Module):
@@ -227,14 +219,6 @@ def test_a_branch_on_values_is_captured_with_specialize_alone() -> None:
     assert peer.facts["peer_reason"]
 
 
-def test_a_size_that_the_model_or_a_guard_forbids_is_no_failure() -> None:
-    batch, sequence = parity("onebatch"), parity("onesequence")
-    assert batch.outcome == sequence.outcome == Outcome.PASS
-    assert (batch.facts["batch"], batch.facts["sequence"]) == ("fixed by the model", FREE)
-    assert sequence.facts["batch"] == FREE
-    assert re.match(r"guarded: input 'x', dimension 1 is 21; .*", sequence.facts["sequence"])
-
-
 @pytest.mark.parametrize("name", ["single", "overflows"])
 def test_a_model_that_does_not_run_in_float64_is_judged_in_its_own_dtype(name: str) -> None:
     record = parity(name)
@@ -291,7 +275,6 @@ def test_a_sweep_has_a_page_with_a_line_an_architecture(harness: Any, tmp_path: 
     assert numbers["captured and right, with `specialize=True` where that is needed"] == "76.9 % (10 of 13)"
     assert numbers["past every stage"] == "69.2 % (9 of 13)"  # one is refused by a pass
     assert numbers["wrong without an error"] == "2"
-    assert numbers["batch size free, of those that have one"] == "80.0 % (8 of 10)"
     for number in numbers.values():
         assert f"| {number} |" in text
     assert report.write_views(table, tmp_path / "again").files[0].read_text() == text
@@ -346,7 +329,7 @@ def test_a_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 BERT = Case("bert", (), "cpu", Check.PARITY)
 LLAMA = Case("llama", (), "cpu", Check.PARITY)
-RIGHT = {"captured": DEFAULT, "batch": FREE, "sequence": FREE}
+RIGHT = {"captured": DEFAULT}
 
 
 def bert(outcome: Outcome = Outcome.PASS, stage: str = "", sites: int = 2, **facts: str) -> Record:
@@ -363,13 +346,11 @@ def bert(outcome: Outcome = Outcome.PASS, stage: str = "", sites: int = 2, **fac
         (bert(Outcome.ERROR, "run the graph"), bert(Outcome.ERROR, "capture"), {"stage"}),
         (bert(Outcome.REFUSED, "capture"), bert(Outcome.ERROR, "capture"), {"outcome"}),
         (bert(), bert(captured=SPECIALIZE), {"captured"}),
-        (bert(), bert(batch="guarded: at 3"), {"batch"}),
-        (bert(), bert(sequence="fixed at capture"), {"sequence"}),
         (bert(), bert(sites=1), {"sites"}),
         (bert(sites=1), bert(), set()),
         (bert(Outcome.REFUSED, "capture"), bert(), set()),
         (bert(Outcome.SKIP, "load"), bert(Outcome.REFUSED, "capture"), set()),
-        (bert(captured=SPECIALIZE, batch="fixed by the model"), bert(), set()),
+        (bert(captured=SPECIALIZE), bert(), set()),
     ],
 )
 def test_an_architecture_that_gets_worse_is_a_regression(

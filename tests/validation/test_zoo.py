@@ -104,14 +104,10 @@ MISTAKES = {
     ("tags: [small]", "dynamic_shapes: {input_ids: {first: n}}"): "dynamic_shapes.input_ids.first.*integer",
     ("tags: [small]", "dynamic_shapes: {input_ids: {0: n, 1: n}}"): "n is 8 here, and 2 elsewhere",
     ("tags: [small]", "dynamic_shapes: {input_ids: {0: n}}\n    sizes: dynamic"): "tiny-bert: .*not both",
-    (
-        "tags: [small]",
-        "dynamic_shapes: {input_ids: {0: n}}\n    dims: {m: {min: 1}}",
-    ): "dims.m: no such dimension",
     ("tags: [small]", "dynamic_shapes: {input_ids: {}}"): "dynamic_shapes.input_ids: is empty",
     (
         "[2, 8]",
-        "[8, 8], integers: [1, 9]}\n    dynamic_shapes: {input_ids: {0: n, 1: m}}\n    dims: {n: {min: 1}",
+        "[8, 8], integers: [1, 9]}\n    dynamic_shapes: {input_ids: {0: n, 1: m}",
     ): "give them different sizes",
 }
 
@@ -132,10 +128,8 @@ def test_a_mistake_is_one_line_with_entry_and_field(
 
 
 def test_named_dimensions_stand_in_the_place_of_sizes(tmp_path: Path) -> None:
-    text = "    dynamic_shapes: {input_ids: {0: batch, 1: length}}\n    dims: {length: {min: 2, max: 64}}\n"
-    (entry,) = load(tmp_path, GOOD + text)
+    (entry,) = load(tmp_path, GOOD + "    dynamic_shapes: {input_ids: {0: batch, 1: length}}\n")
     assert entry.dynamic_shapes == {"input_ids": {0: "batch", 1: "length"}}
-    assert (entry.dims["length"].min, entry.dims["length"].max) == (2, 64)
 
 
 def test_two_entries_may_not_have_one_name(tmp_path: Path) -> None:

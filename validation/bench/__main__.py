@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from .ablation import ablation
 from .capture import capture
-from .memory import memory
 from .passes import passes, verification
 from .peers import peers
 from .profile import profile
@@ -19,7 +17,7 @@ def main() -> None:
     """Measure what fxopt takes, with its peers beside it, in interleaved runs."""
 
 
-for command in (ablation, capture, memory, passes, peers, profile, verification):
+for command in (capture, passes, peers, profile, verification):
     app.command()(command)
 
 if __name__ == "__main__":

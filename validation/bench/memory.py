@@ -1,4 +1,4 @@
-"""The memory of an optimized model, with the model itself and without, and of a capture at its peak, each in a process of its own."""
+"""The memory of a capture at its peak, in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import math
 import multiprocessing
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from rich.console import Console
 from rich.table import Table
 
 import fxopt
 from fxopt.objects import tensors_in
 
-from .engines import fresh, quiet
-from .workloads import SMALL, VERIFIED, WORKLOADS, build, llama, named
+from .workloads import VERIFIED, llama
 
 _STATUS = Path("/proc/self/status")
 
@@ -33,29 +30,6 @@ def forget_peak() -> None:
     """Lets the peak start anew from the memory that is resident now."""
     if _STATUS.exists():
         Path("/proc/self/clear_refs").write_text("5")
-
-
-def memory(
-    models: Annotated[
-        str, typer.Option(help="Models by name, separated by commas.")
-    ] = "bert-1x128,llama-prefill",
-    small: Annotated[bool, typer.Option(help="Tiny models, to try the benchmark out.")] = False,
-) -> None:
-    """Resident and peak memory of fxopt.optimize with `keep_model` and without, the original released, each in a process of its own."""
-    table = Table(
-        *("model", "it is", "weights, MB", "resident", "after a call", "peak", "peak of eager", "report"),
-        title="memory above what was there before the model, by the memory of its weights",
-    )
-    for name in named(models, SMALL if small else WORKLOADS):
-        for keep_model in (True, False):
-            weights, *ratios = _alone(_of_optimized, name, small, keep_model)
-            table.add_row(
-                name,
-                "kept" if keep_model else "not",
-                f"{weights / 1e6:.0f}",
-                *(f"{ratio:.2f}" for ratio in ratios),
-            )
-    Console().print(table)
 
 
 def memory_table() -> Table:
@@ -78,34 +52,6 @@ def _alone(function: Any, *arguments: Any) -> Any:
     """Call a function in a process of its own."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
-
-
-@torch.no_grad()
-def _of_optimized(name: str, small: bool, keep_model: bool) -> tuple[float, ...]:
-    """The bytes of the weights; by them: resident after `optimize`, after a call, peaks of `optimize` and eager; the report."""
-    with quiet():
-        # What torch and fxopt import and keep at the first time is not this model's.
-        fxopt.optimize(torch.nn.Sequential(torch.nn.Linear(64, 64)).eval(), (torch.zeros(2, 64),))
-        gc.collect()
-        before = resident("VmRSS")
-        workload = build(name, small)
-        inputs, model = workload.inputs, workload.model
-        del workload
-        weights = sum(parameter.nbytes for parameter in model.parameters())
-        forget_peak()
-        model(**fresh(inputs))
-        eager = resident("VmHWM")
-        gc.collect()
-        forget_peak()
-        fast: Any = fxopt.optimize(model, (), fresh(inputs), keep_model=keep_model)
-        del model
-        gc.collect()
-        peak, after = resident("VmHWM"), resident("VmRSS")
-        fast(**fresh(inputs))
-        called = resident("VmRSS")
-    (report,) = fast.report
-    growths = [(each - before) / weights for each in (after, called, peak, eager)]
-    return (weights, *growths, report.memory or 1.0)
 
 
 def _of_capture(name: str, training: bool, verify: bool | None) -> float:

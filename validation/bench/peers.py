@@ -18,7 +18,7 @@ from ..timing import cores
 from . import machine
 from .engine_rows import compare
 from .engines import AGAIN, EAGER, PRECISIONS, engines
-from .workloads import SMALL, WORKLOADS, build, named
+from .workloads import WORKLOADS, build, named
 
 _PEERS = ("transformers", "onnxruntime", "onnxscript", "openvino")
 
@@ -50,7 +50,6 @@ def peers(
     ] = "1,all",
     rounds: Annotated[int, typer.Option(help="The fewest rounds of each model.")] = 10,
     seconds: Annotated[float, typer.Option(help="Rounds go on for so long.")] = 60.0,
-    small: Annotated[bool, typer.Option(help="Tiny models, to try the benchmark out.")] = False,
     out: Annotated[Path, typer.Option(help="Where peers.parquet and peers.md are written.")] = Path(
         "reports/baseline"
     ),
@@ -59,14 +58,14 @@ def peers(
 
     The machine should be idle: runs on one that is not are marked.
     """
-    names = named(models, SMALL if small else WORKLOADS, exact=False)
+    names = named(models, WORKLOADS, exact=False)
     precisions = named(precision, PRECISIONS, "precision")
     rows = [
         dataclasses.asdict(row)
         for name, kind, count in itertools.product(names, precisions, _threads(threads))
         for row in compare(
             (name, kind, count),
-            build(name, small),
+            build(name),
             engines(kind, count),
             rounds=rounds,
             seconds=seconds,

@@ -26,11 +26,10 @@ def profile(
     precision: Annotated[str, typer.Option(help=f"One of {', '.join(PRECISIONS)}.")] = "float32",
     threads: Annotated[int, typer.Option(help="Threads; 0 for all cores.")] = 0,
     rows: Annotated[int, typer.Option(help="How many operators to list.")] = 20,
-    small: Annotated[bool, typer.Option(help="Tiny models, to try the benchmark out.")] = False,
 ) -> None:
     """Print the time of each operator of an optimized model, and the best product of two float32 matrices beside it."""
     torch.set_num_threads(threads or cores())
-    for name, workload in chosen(models, small):
+    for name, workload in chosen(models):
         fast: Any = fxopt.optimize(workload.model, (), fresh(workload.inputs), precision=precision)
         with torch.no_grad():
             fast(**fresh(workload.inputs))

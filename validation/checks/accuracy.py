@@ -63,7 +63,8 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
                 moved = f"the outputs moved by {away:.3g} of their norm; {silent} states no `tolerance`"
         measurements |= per_dtype(dtype, subject.dtypes[0], measured)
     if problems:
-        return Finding(Outcome.FAIL, "; ".join(filter(None, [*problems, moved])), measurements)
+        problems += [f"{silent} states no `tolerance`"] if silent else []
+        return Finding(Outcome.FAIL, "; ".join(problems), measurements)
     return Finding(Outcome.UNJUDGED if moved else Outcome.PASS, moved, measurements)
 
 

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from fxopt.kernels import PACKED
 from fxopt.submodules import sharing_copy
 
-from ..judging.rewritten import Explained, Refusals, Rewritten, differ, size
+from ..judging.rewritten import Explained, Refusals, Rewritten, differ
 from ..judging.subject import Subject
 from ..records import Finding, Outcome
 from ..regressions.metric import KERNELS
@@ -40,8 +40,8 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     measurements: dict[str, float | int] = {
         "sites": sum(rewritten.sites),
         **({"refused": len(found.refusals)} if alone else {}),
-        **{f"{name}_before": value for name, value in _size(before).items()},
-        **{f"{name}_after": value for name, value in _size(rewritten.module).items()},
+        "nodes_before": len(before.graph.nodes),
+        "nodes_after": len(rewritten.module.graph.nodes),
     }
     if alone and subject.entry.given:
         measurements |= _cost(subject, pipeline, dtype)
@@ -89,12 +89,3 @@ def _wrong_effect(before: GraphModule, rewritten: Rewritten) -> str:
     if sum(rewritten.sites) and not differ(before, rewritten.module):
         return f"tells of {sum(rewritten.sites)} sites, but the graph module is the same"
     return ""
-
-
-def _size(module: GraphModule) -> dict[str, int | float]:
-    parameters = list(module.parameters())
-    return {
-        **size(module),
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "parameters_mb": sum(p.numel() * p.element_size() for p in parameters) / 1e6,
-    }

@@ -8,10 +8,6 @@ from collections.abc import Iterator
 
 import pandas as pd
 import typer
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
 
 from fxopt.errors import FxoptError
 
@@ -31,10 +27,4 @@ def one_line_errors() -> Iterator[None]:
 
 
 def print_table(table: pd.DataFrame) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=10_000)  # a file or a pipe has no edge at which to wrap
-    view = Table(*(Column(str(name), overflow="fold") for name in table.columns), box=box.SIMPLE_HEAD)
-    for row in table.itertuples(index=False, name=None):
-        view.add_row(*(escape(f"{value:.4g}" if isinstance(value, float) else str(value)) for value in row))
-    console.print(view)
+    typer.echo(table.to_string(index=False, float_format="{:.4g}".format))

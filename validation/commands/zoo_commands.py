@@ -15,7 +15,7 @@ from fxopt.errors import FxoptError
 
 from .. import store
 from ..judging.subject import Subject
-from ..records import FAILING, Case, Check, counted
+from ..records import Case, Check, counted
 from ..running.run import Runner
 from ..zoo.entry import is_installed
 from ..zoo.passes import passes_of
@@ -66,20 +66,26 @@ def zoo_sites_command(
         if unknown := [name for name in model or () if name not in names]:
             raise ZooError(f"{zoo}: no model {unknown[0]!r}; there are {', '.join(names)}")
         runner = Runner(entries, passes)
-        installed = [entry.name for entry in entries if not entry.requires or is_installed(entry.requires)]
-        for each in [each for each in names if each not in installed]:
-            typer.echo(f"{each}: left out: {entries[names.index(each)].requires} is not installed")
-        for each in model or installed:
-            results = {name: runner.run(Case(each, (name,), "cpu", Check.EFFECT)) for name in passes}
-            lacking = {name: row for name, row in results.items() if "sites" not in row.measurements}
-            kept = {name: count for name, count in found.get(each, {}).items() if name in lacking}
-            new = {n: int(row.measurements["sites"]) for n, row in results.items() if n not in lacking}
-            found[each] = {**kept, **new}
-            failed += [f"{name} in {each}" for name, row in lacking.items() if row.outcome in FAILING]
-            problems = [f"{row.outcome}: {row.reason}" for row in lacking.values()]
-            typer.echo(f"{each}: {problems[0] if problems else 'counted'}")
+        for entry in entries:
+            if model and entry.name not in model:
+                continue
+            if entry.requires and not is_installed(entry.requires):
+                typer.echo(f"{entry.name}: left out: {entry.requires} is not installed")
+                continue
+            counts = found.setdefault(entry.name, {})
+            for name in passes:
+                row = runner.run(Case(entry.name, (name,), "cpu", Check.EFFECT))
+                if "sites" in row.measurements:
+                    counts[name] = int(row.measurements["sites"])
+                else:
+                    failed.append(f"{name} in {entry.name} ({row.outcome}: {row.reason})")
+            typer.echo(f"{entry.name}: {len(counts)} passes counted")
         gc.unfreeze()  # the runner freezes what is imported
-        found = {name: counts for name, counts in found.items() if counts and name in names}
+        found = {
+            name: {key: count for key, count in found[name].items() if key in passes}
+            for name in names
+            if found.get(name)
+        }
         store.replace(sites_file(zoo), f"{HEADER}{yaml.safe_dump(found)}".encode())
         typer.echo(f"{sites_file(zoo)}: recorded")
         if failed:

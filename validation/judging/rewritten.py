@@ -80,12 +80,6 @@ def differ(before: GraphModule, after: GraphModule) -> bool:
     return mine.keys() != its.keys() or any(not _same(tensor, its[name]) for name, tensor in mine.items())
 
 
-def size(module: GraphModule) -> dict[str, int]:
-    """The nodes of a graph, and the modules that they call."""
-    calls = module.graph.find_nodes(op="call_module")
-    return {"nodes": len(module.graph.nodes), "modules": len({node.target for node in calls})}
-
-
 def _called(module: GraphModule) -> list[tuple[str, bool]]:
     calls = [module.get_submodule(str(n.target)) for n in module.graph.nodes if n.op == "call_module"]
     return [(repr(call), call.training) for call in calls]

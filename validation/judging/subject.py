@@ -73,7 +73,7 @@ class Subject:
     def forget(self) -> None:
         """Let go of all that was made: after a failure it may be half made, and its memory is needed."""
         self._models: dict[torch.dtype, nn.Module] = {}
-        self._inputs: dict[tuple[tuple[str, int], ...], dict[str, Tensor]] = {}
+        self._inputs: dict[str, Tensor] = {}
         self._judged: tuple[torch.dtype, float] | None = None
         self._oracles: dict[torch.dtype, Oracle] = {}
         self._captured: dict[torch.dtype, Captured] = {}
@@ -140,14 +140,13 @@ class Subject:
                     self._models[dtype] = copy.deepcopy(self._models[torch.float32]).to(dtype)
         return self._models[dtype]
 
-    def inputs(self, dtype: torch.dtype, **sizes: int) -> dict[str, Tensor]:
-        """Fresh inputs, floating ones in `dtype`; those of a sweep in other sizes, too."""
-        key = tuple(sizes.items())
-        if key not in self._inputs:
-            self._inputs[key] = build.make_inputs(self.entry, self.model(torch.float32), **sizes)
+    def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Fresh inputs, floating ones in `dtype`."""
+        if not self._inputs:
+            self._inputs = build.make_inputs(self.entry, self.model(torch.float32))
         return {
             name: value.to(self.device, dtype if value.is_floating_point() else None, copy=True)
-            for name, value in self._inputs[key].items()
+            for name, value in self._inputs.items()
         }
 
     def oracle(self, dtype: torch.dtype) -> Oracle:

@@ -10,7 +10,7 @@ import pandas as pd
 from ..records import FAILING, STAGES, Outcome, counted
 from ..store import measurements_of, missing
 from ..zoo.build import DEFAULT
-from ..zoo.sources import FREE, SOURCE
+from ..zoo.sources import SOURCE
 from .metric import BUSY, KERNELS, UNKNOWN, Metric, metric_of, unit_of
 
 CHANGE = ["regression", "kind", "id", "metric", "before", "after", "explanation"]
@@ -25,7 +25,7 @@ def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool = False
 
     A regression is: a case that passed and does not now, or that fails and did not before, be it for being new; a
     model, device or case that has vanished, unless the later run was of a part; one that fails in an
-    earlier stage, or a capture that asks for more or leaves less free; a metric that got worse by more
+    earlier stage, or a capture that asks for more; a metric that got worse by more
     than its noise (`validation.regressions.metric`), each judged by itself, or that a case with the same outcome has no more. The opposite
     changes are rows too, with `regression` False. What depends on the machine is compared on the same one alone, so are
     the sites of passes that pick kernels, and no metric is compared between cases of another definition. Latencies are
@@ -104,11 +104,10 @@ def _outcomes(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[Change]:
 
 
 def _captures(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[Change]:
-    """Of a sweep, how a model was captured, and which sizes are free."""
-    for name, best in (("captured", DEFAULT), ("batch", FREE), ("sequence", FREE)):
-        for case, was, now in zip(new.index, _text(old, name), _text(new, name), strict=True):
-            if was and now and was != now:
-                yield was == best, name, case, "", was, now, f"{was} became {now}"
+    """Of a sweep, how a model was captured."""
+    for case, was, now in zip(new.index, _text(old, "captured"), _text(new, "captured"), strict=True):
+        if was and now and was != now:
+            yield was == DEFAULT, "captured", case, "", was, now, f"{was} became {now}"
 
 
 def _measurements(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[Change]:

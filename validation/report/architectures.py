@@ -6,7 +6,6 @@ import pandas as pd
 
 from ..records import WORST_FIRST, Check, Outcome
 from ..zoo.build import DEFAULT, SPECIALIZE
-from ..zoo.sources import FIXED, FREE, NONE
 from . import tables
 from .markdown import page, pipes
 
@@ -19,9 +18,9 @@ the way (rotary embeddings, norms); where it mixes the two and does not run, to 
 "Captured and right" is what passes *parity*: the graph gives what the model gives, at the sizes of the \
 capture and at others, or refuses these with a reason. `torch.export(strict=False)` had the same models and inputs, \
 also with free sizes first and with fixed ones where that failed; it is "right" if it gives what the model gives at \
-the sizes of the capture, and at another batch where it takes one. Times are of the processor."""
+the sizes of the capture. Times are of the processor."""
 
-FACTS = ("captured", "refusal", "batch", "sequence", "peer", "peer_reason", "peer_sizes")
+FACTS = ("captured", "refusal", "peer", "peer_reason")
 NUMBERS = ("forward_runs", "trace_seconds", "peer_seconds")
 
 
@@ -70,16 +69,13 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
         "wrong without an error": f"{(ran['outcome'] == Outcome.FAIL).sum():,}",
         "runs of the forward in a capture": f"{times.mean():.1f} on average, {times.max():.0f} at most",
     }
-    for name in ("batch", "sequence"):
-        having = right[right[name] != NONE]
-        numbers[f"{name} size free, of those that have one"] = _of(having[name] == FREE, having)
     if (ran["peer"] != "").any():
-        both = right[(right["peer"] == "right") & (right["batch"] != FIXED) & (right["peer_sizes"] == FREE)]
+        both = right[right["peer"] == "right"]
         ratio = (both["trace_seconds"] / both["peer_seconds"]).median()
         numbers |= {
             "torch.export: captured and right": _of(ran["peer"] == "right", ran),
             "torch.export: wrong without an error": f"{(ran['peer'] == 'wrong').sum():,}",
-            "time to capture, fxopt / torch.export": f"{ratio:.2f}, median of {len(both):,} with free sizes in both",
+            "time to capture, fxopt / torch.export": f"{ratio:.2f}, median of {len(both):,} that are right in both",
         }
     return pd.DataFrame(numbers.items(), columns=["of this sweep", ""])
 

@@ -16,20 +16,16 @@ from ..records import AGAIN, FAILING, WORST_FIRST
 from ..regressions.metric import metric_of
 from ..store import COLUMNS, measurements_of
 from . import headline, tables
-from .pipelines import fastest, optimized
+from .pipelines import optimized
 from .wording import heading
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_CHANGES = 500
 WORDS = ("model", "pipeline", "device", "check", "dtype", "outcome", "stage", "reason")
-FOLLOWED = "latency_ratio"
-"""The measurement whose history the page draws."""
 
 
-def document(
-    table: pd.DataFrame, runs: list[pd.DataFrame] | None = None, since: headline.Since | None = None
-) -> str:
-    """The report of a run, with the runs before it, as one HTML document."""
+def document(table: pd.DataFrame, since: headline.Since | None = None) -> str:
+    """The report of a run as one HTML document."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -37,7 +33,7 @@ def document(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    text = json.dumps(data(table, runs or [], since), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(data(table, since), separators=(",", ":"), allow_nan=False)
     return environment.get_template("report.html").render(
         run=tables.conditions(table)["run"],
         # Compressed, and without markup whatever records say.
@@ -47,8 +43,8 @@ def document(
     )
 
 
-def data(table: pd.DataFrame, runs: list[pd.DataFrame], since: headline.Since | None) -> dict[str, Any]:
-    """Collect all that the page shows of a run, the runs before it, and the changes since the last good one."""
+def data(table: pd.DataFrame, since: headline.Since | None) -> dict[str, Any]:
+    """Collect all that the page shows of a run, and the changes since the last good one."""
     ran = headline.ran(table)
     measured = [name for name in measurements_of(ran) if ran[name].notna().any()]
     shown = [name for name in measured if metric_of(name).kind != "context" or name.startswith("latency_")]
@@ -60,7 +56,6 @@ def data(table: pd.DataFrame, runs: list[pd.DataFrame], since: headline.Since | 
         "notRun": headline.not_run(table),
         "conditions": tables.conditions(table),
         "since": _changes(since),
-        "fastest": _rows(fastest(tables.verdicts(ran)) if len(ran) else pd.DataFrame()),
         "optimized": _rows(optimized(ran)),
         "problems": _rows(tables.problems(table)),
         "refusals": _rows(tables.refusals(table)),
@@ -68,20 +63,9 @@ def data(table: pd.DataFrame, runs: list[pd.DataFrame], since: headline.Since | 
         | {"seconds": _short(ran["seconds"])},
         "numbers": {name: {"heading": heading(name), "values": _short(ran[name])} for name in shown},
         "facts": {name: ran[name].fillna("").tolist() for name in facts},
-        "history": [_earlier(ran, run) for run in runs],
         "worst": [str(outcome) for outcome in WORST_FIRST],
         "failing": [str(outcome) for outcome in WORST_FIRST if outcome in FAILING],
         "command": AGAIN + next(iter(table["options"]), "") if len(table) else AGAIN,
-    }
-
-
-def _earlier(ran: pd.DataFrame, run: pd.DataFrame) -> dict[str, Any]:
-    """How each case ended in a run before, and what it measured of `FOLLOWED`."""
-    rows = run.drop_duplicates("id").set_index("id").reindex(ran["id"]).reindex(columns=["outcome", FOLLOWED])
-    return {
-        "run": str(run["run"].iloc[0]),
-        "outcomes": rows["outcome"].fillna("").tolist(),
-        "values": _short(rows[FOLLOWED].astype(float)),
     }
 
 

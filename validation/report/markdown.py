@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Iterable
 
 import pandas as pd
 
 from ..records import AGAIN, FAILING, Outcome
 from . import headline as headlines
 from . import tables
-from .pipelines import fastest, optimized
+from .pipelines import optimized
 
 MARKS = {
     Outcome.PASS: "✅",
@@ -32,10 +30,9 @@ def summary(table: pd.DataFrame, since: headlines.Since | None = None) -> str:
     compositions = []
     if len(composed):
         compositions = ["## Compositions", pipes(tables.matrix(composed))]
-    linked = {"compatibility": file_stems(ran["model"].unique()), "passes": file_stems(single_passes(ran))}
+    linked = {"compatibility": sorted(ran["model"].unique()), "passes": single_passes(ran)}
     models, passes = (
-        " · ".join(f"[{escape(name)}]({folder}/{stem}.md)" for name, stem in stems.items())
-        for folder, stems in linked.items()
+        " · ".join(f"[{name}]({folder}/{name}.md)" for name in names) for folder, names in linked.items()
     )
     return page(
         "# Validation",
@@ -48,9 +45,6 @@ def summary(table: pd.DataFrame, since: headlines.Since | None = None) -> str:
         pipes(tables.problems(table)) or "None.",
         REPEATED.format(options=_options(table)) if table["outcome"].isin(FAILING).any() else "",
         *_changes(since),
-        "## Fastest pipeline of each model",
-        FASTEST,
-        pipes(fastest(verdict)) or "Nothing was timed.",
         "## `fxopt.optimize`",
         pipes(optimized(ran)) or "Nothing was optimized.",
         "## Verdicts",
@@ -135,11 +129,6 @@ def _changes(since: headlines.Since | None) -> list[str]:
     return [f"## Changes since {since.run}", f"{headlines.changed(since.changes)}.", pipes(worse.head(50))]
 
 
-FASTEST = (
-    "Safe is a pipeline that preserves the computation and whose checks all passed. Times are by that of the graph as "
-    "captured, with 95 % intervals, and by that of the model run eagerly; what is not beyond the A/A floor is no effect."
-)
-
 LEGEND = (
     "A verdict is the worst outcome of the checks of a pass: `pass` was compared and found right, `no-op` "
     "found nothing to rewrite, `expected` failed as `model_zoo.yaml` says it does, `unjudged` moved the outputs without a stated limit. "
@@ -164,25 +153,6 @@ def escape(text: object) -> str:
     line = " ".join(str(text).split())
     line = re.sub(r"([\\`*|\[\]])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;"))
     return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", line)
-
-
-def file_stems(names: Iterable[str]) -> dict[str, str]:
-    """A file name for each model: its own where every file system takes it, else a safe one with a digest.
-
-    Example:
-        >>> file_stems(["bert-base", "org/bert"])
-        {'bert-base': 'bert-base', 'org/bert': 'org-bert-8fe84004'}
-    """
-    stems: dict[str, str] = {}
-    taken: set[str] = set()
-    for name in sorted(names):
-        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:80]
-        if not stem or stem != name or stem.lower() in taken:
-            digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:8]
-            stem = "-".join(filter(None, [stem, digest]))
-        taken.add(stem.lower())
-        stems[name] = stem
-    return stems
 
 
 def pipes(table: pd.DataFrame) -> str:

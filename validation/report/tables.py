@@ -8,9 +8,9 @@ from collections.abc import Collection
 import pandas as pd
 
 from ..checks.effect import PLACES
-from ..records import FAILING, WORST_FIRST, Check, Outcome
+from ..records import FAILING, WORST_FIRST, Check
 from ..regressions.metric import metric_of
-from ..store import COLUMNS, measurements_of, missing
+from ..store import COLUMNS, measurements_of
 from .wording import ABSENT, heading, limit_of, pipeline_label, ratio, shown, with_limit
 
 
@@ -27,32 +27,13 @@ def errors_of(table: pd.DataFrame) -> list[str]:
 def conditions(table: pd.DataFrame) -> dict[str, str]:
     """The versions, devices and times of a run; of several runs whose cases stand together, all of it."""
     devices = table.groupby("device")["device_name"].first()
-    started, lacking = table["started"].min(), missing(table)
-    found = {
-        "run": _all(table["run"]),
-        "started": f"{started:%Y-%m-%d %H:%M} UTC",
-        "commit": _all(table["commit"]) or "unknown",
-        "python": _all(table["python"]),
-        "torch": _all(table["torch"]),
-        "transformers": _all(table["transformers"]),
-        "fxopt": _all(table["fxopt"]) or "unknown",
+    shared = ("run", "commit", "python", "torch", "transformers", "fxopt", "threads")
+    found = {name: ", ".join(str(v) for v in table[name].unique() if str(v)) or "unknown" for name in shared}
+    return found | {
+        "started": f"{table['started'].min():%Y-%m-%d %H:%M} UTC",
         "devices": "; ".join(f"{device}: {name or 'unknown'}" for device, name in devices.items()),
-        "threads when timed": _all(table["threads"]),
         "cases": f"{len(table):,}, {table['seconds'].sum():,.0f} s of work",
     }
-    if lacking:
-        found["partial"] = f"{lacking:,} of {lacking + len(table):,} planned cases were not run"
-    return found
-
-
-def counts(table: pd.DataFrame) -> pd.DataFrame:
-    """Model × outcome: how many cases ended how, with only the outcomes that occur, best first."""
-    counted = pd.crosstab(table["model"], table["outcome"])
-    order = [str(o) for o in (Outcome.PASS, Outcome.NO_OP, Outcome.SKIP, Outcome.EXPECTED)]
-    order += [str(o) for o in WORST_FIRST if o in FAILING]
-    counted = counted[[outcome for outcome in order if outcome in counted]]
-    seconds = table.groupby("model")["seconds"].sum()
-    return counted.assign(**{"time (s)": seconds.round(1)}).rename_axis(columns=None).reset_index()
 
 
 def problems(table: pd.DataFrame, outcomes: Collection[str] = FAILING) -> pd.DataFrame:
@@ -151,10 +132,6 @@ def _some(ids: pd.Series[str], most: int = 3) -> str:
     cases = ids.tolist()
     more = f" and {len(cases) - most} more" if len(cases) > most else ""
     return ", ".join(cases[:most]) + more
-
-
-def _all(values: pd.Series[str]) -> str:
-    return ", ".join(str(value) for value in values.unique() if str(value))
 
 
 def _distinct(texts: pd.Series[str]) -> str:

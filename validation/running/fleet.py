@@ -59,13 +59,11 @@ class Fleet:
         self,
         make: Make,
         limit: Callable[[Case], float],
-        judged: Callable[[Record], Record] = lambda record: record,
         preload: Collection[str] = PRELOADED_THERE,
         address: str = "",
     ) -> None:
         self._ray = _connected(address)
-        self._judged = judged
-        self._parts = self._ray.put((make, limit, judged, preload))
+        self._parts = self._ray.put((make, limit, preload))
         self._run = self._ray.remote(max_retries=0, num_returns="streaming")(_run)
         self._gone: set[str] = set()
         _check_versions(self._ray)
@@ -146,7 +144,7 @@ class Fleet:
                 reason = f"its node or process was lost {ATTEMPTS} times ({type(error).__name__})"
                 out_of_memory = isinstance(error, self._ray.exceptions.OutOfMemoryError)
                 outcome = Outcome.MEMORY if out_of_memory else Outcome.CRASH
-                yield self._judged(Record(chunk.cases.popleft(), outcome, "", reason))
+                yield Record(chunk.cases.popleft(), outcome, "", reason)
             yield None
         else:
             chunk.lost = 0
@@ -160,7 +158,7 @@ def _on_gpu(chunk: _Chunk) -> bool:
 
 
 def _run(
-    parts: tuple[Make, Any, Any, Collection[str]],
+    parts: tuple[Make, Any, Collection[str]],
     cases: Sequence[Case],
     held_back: float,
 ) -> Iterator[list[Record]]:
@@ -168,10 +166,10 @@ def _run(
 
     After a loss nothing is held back: the first case without a record is then the one that was running.
     """
-    make, limit, judged, preload = parts
+    make, limit, preload = parts
     held: list[Record] = []
     since = time.monotonic()
-    pool = Pool(make, limit, judged=judged, preload=preload)
+    pool = Pool(make, limit, preload=preload)
     for record in pool.run(cases, 1):
         held.append(record)
         if time.monotonic() - since >= held_back:
@@ -214,25 +212,18 @@ def _check_versions(ray: Any) -> None:
     """Raise a FleetError that names the nodes whose versions are not those of this process."""
     ours = versions()
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-    asked = {
-        node["NodeManagerAddress"]: ray.remote(versions)
-        .options(num_cpus=0, scheduling_strategy=strategy(node_id=node["NodeID"], soft=False))
-        .remote()
-        for node in ray.nodes()
-        if node["Alive"]
-    }
-    differences = []
-    for node, answer in asked.items():
+    for node in ray.nodes():
+        if not node["Alive"]:
+            continue
+        here = strategy(node_id=node["NodeID"], soft=False)
+        asked = ray.remote(versions).options(num_cpus=0, scheduling_strategy=here).remote()
+        where = node["NodeManagerAddress"]
         try:
-            theirs = ray.get(answer)
+            theirs = ray.get(asked)
         except ray.exceptions.TaskUnschedulableError:  # lost meanwhile
             continue
         except ray.exceptions.RayError as error:  # such as of a node without this package
-            raise FleetError(
-                f"the harness cannot run on {node}: {str(error).strip().splitlines()[-1]}"
-            ) from error
-        wrong = [name for name, version in ours.items() if theirs.get(name) != version]
-        differences += [f"{node} has {name} {theirs.get(name) or 'not at all'}" for name in wrong]
-    if differences:
-        here = ", ".join(f"{name} {version}" for name, version in ours.items())
-        raise FleetError(f"the nodes differ from this machine ({here}): {'; '.join(differences)}")
+            text = str(error).strip().splitlines()[-1]
+            raise FleetError(f"the harness cannot run on {where}: {text}") from error
+        if theirs != ours:
+            raise FleetError(f"the nodes differ from this machine ({ours}): {where} has {theirs}")

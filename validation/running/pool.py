@@ -42,18 +42,17 @@ class PoolError(RuntimeError):
 class Pool:
     """Runs cases in processes of their own, those of one model in the same one while there are any.
 
-    What `make`, which is pickled, makes runs the cases, each for at most `limit` seconds. `judged` has the last word on the record of a case that hung or died, such as
-    that it was expected. All workers import the modules in `preload`.
+    What `make`, which is pickled, makes runs the cases, each for at most `limit` seconds. All workers import the modules
+    in `preload`.
     """
 
     def __init__(
         self,
         make: Make,
         limit: Callable[[Case], float],
-        judged: Callable[[Record], Record] = lambda record: record,
         preload: Collection[str] = PRELOADED,
     ) -> None:
-        self._make, self._limit, self._judged = make, limit, judged
+        self._make, self._limit = make, limit
         forks = "forkserver" in multiprocessing.get_all_start_methods()
         self._context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
@@ -84,7 +83,7 @@ class Pool:
                         if self._deaths[_group(case)] < MOST_DEATHS:
                             worker.begin(case, self._limit(case))
                         else:
-                            yield self._judged(Record(case, Outcome.CRASH, NOT_TRIED, UNTRIED))
+                            yield Record(case, Outcome.CRASH, "", UNTRIED)
                 busy = sum(worker.case is not None for worker in pool)
                 while len(pool) < min(workers, busy + len(waiting)):
                     pool.append(_Worker(self._context, self._make))
@@ -94,15 +93,13 @@ class Pool:
                     if worker.dead:
                         pool.remove(worker)
                         if record := worker.obituary():
-                            record = self._judged(record)
-                            self._deaths[_group(record.case)] += record.outcome is not Outcome.EXPECTED
+                            self._deaths[_group(record.case)] += 1
                             yield record
         finally:
             for worker in pool:
                 worker.end()
 
 
-NOT_TRIED = "not tried"
 UNTRIED = f"this model has hung or died in {MOST_DEATHS} cases, and is not tried for its others"
 
 

@@ -17,7 +17,7 @@ import fxopt
 from fxopt.errors import TraceError
 from fxopt.testing import randomise
 
-from .entry import Entry, Input, Limits, factory
+from .entry import Entry, Input, factory
 from .sources import Architecture
 
 
@@ -28,7 +28,8 @@ def build_model(entry: Entry) -> nn.Module:
     are 0 and 1, which makes wrong folds look right.
     """
     if isinstance(entry, Architecture):
-        return entry.make().build(entry.model)
+        swept: nn.Module = entry.make().build(entry.model)
+        return swept
     function: Any = factory(entry)
     if entry.weights.pretrained:
         where, revision = entry.weights.pretrained, entry.weights.revision
@@ -47,7 +48,8 @@ def make_inputs(entry: Entry, model: nn.Module | None = None, **sizes: int) -> d
     """The inputs of an entry: integers as int64, noise as float32; those of a sweep fit `model`, and come in `sizes`."""
     if isinstance(entry, Architecture):
         assert model is not None
-        return entry.make().example_inputs(model, **sizes)
+        inputs: dict[str, Tensor] = entry.make().example_inputs(model, **sizes)
+        return inputs
     generator = torch.Generator().manual_seed(0)
     return {name: _tensor(spec, generator) for name, spec in entry.inputs.items()}
 
@@ -113,11 +115,7 @@ def capture(entry: Entry, model: nn.Module, inputs: Mapping[str, Tensor]) -> Cap
 
 def named_shapes(entry: Entry) -> Shapes:
     """The `dynamic_shapes` of an entry, in the form that `fxopt.trace` and `torch.export` take."""
-
-    @functools.cache
-    def dim(symbol: str) -> Any:
-        return Dim(symbol, **entry.dims.get(symbol, Limits()).model_dump(exclude_none=True))
-
+    dim = functools.cache(Dim)
     return {
         name: {d: dim(symbol) for d, symbol in free.items()} for name, free in entry.dynamic_shapes.items()
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from fxopt.importing import imported
 
@@ -72,15 +72,6 @@ class Input(Strict):
         return self
 
 
-class Limits(Strict):
-    """The sizes of a free dimension, as of `torch.export.Dim`."""
-
-    min: PositiveInt | None = None
-    """The smallest size."""
-    max: PositiveInt | None = None
-    """The largest size."""
-
-
 class KnownFailure(Strict):
     """Cases that fail, and why that is accepted. Passing them is a failure too: the entry is out of date."""
 
@@ -130,8 +121,6 @@ class Entry(Strict):
     """`dynamic` frees batch and length of a model of transformers (`fxopt.symbolic_trace`); `fixed` keeps those of the inputs."""
     dynamic_shapes: dict[str, Annotated[dict[NonNegativeInt, Symbol], Field(min_length=1)]] = {}
     """The free dimensions of each input, in the place of `sizes`: `{input_ids: {0: batch, 1: length}}`."""
-    dims: dict[str, Limits] = {}
-    """The limits of free dimensions by their names."""
     dtypes: Annotated[tuple[Dtype, ...], Field(min_length=1)] = ("float32",)
     """The dtypes of the checks; the first one is timed."""
     tags: tuple[str, ...] = ()
@@ -176,8 +165,6 @@ class Entry(Strict):
         if len(set(sizes.values())) < len(sizes):
             text = "give them different sizes, or a pass that takes one for the other is not seen"
             raise ValueError(f"dynamic_shapes: of {', '.join(sizes)}, two have one size: {text}")
-        if unknown := self.dims.keys() - sizes:
-            raise ValueError(f"dims.{min(unknown)}: no such dimension in dynamic_shapes")
         return self
 
 

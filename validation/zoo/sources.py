@@ -10,11 +10,11 @@ import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol, cast
+from typing import Annotated, Any, ClassVar
 
 import pydantic
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 
 from ..records import Record
 from . import yaml_file
@@ -156,24 +156,6 @@ SOURCES = {
 SOURCE = "source"
 """The fact that each record of a sweep has: where its model comes from."""
 
-FREE, NONE, FIXED, FIXED_BY_MODEL = "free", "none", "fixed at capture", "fixed by the model"
-"""The fate of a size, besides what guards forbid: it is free, the inputs do not have it, no capture left it free, or the
-model itself takes no other.
-"""
-
-
-class Source(Protocol):
-    """The maker of the models of a sweep; a module with these functions is one."""
-
-    def model_types(self) -> list[str]:
-        """The names of all models, sorted."""
-
-    def build(self, model_type: str) -> nn.Module:
-        """A small model in float32 on the CPU, in evaluation mode, with random weights and statistics."""
-
-    def example_inputs(self, model: nn.Module, batch: int = ..., sequence: int = ...) -> dict[str, Tensor]:
-        """Inputs for it at these sizes, floating ones in the dtype of the model."""
-
 
 class Architecture(Entry):
     """One model of a sweep: an entry whose model and inputs a source makes.
@@ -188,9 +170,9 @@ class Architecture(Entry):
     source: str  # the name of the module that makes it, so that workers get it
     peer: bool = False  # run torch.export beside fxopt
 
-    def make(self) -> Source:
-        """The module that makes the model."""
-        return cast(Source, importlib.import_module(self.source))
+    def make(self) -> Any:
+        """The module that makes the model: it has `model_types`, `build` and `example_inputs`."""
+        return importlib.import_module(self.source)
 
 
 def architectures(zoo: str, peer: bool = False) -> list[Architecture]:
