@@ -27,7 +27,7 @@ help: ## what there is
 	@echo '  TORCH=2.15.0 (or TORCH=newest) takes another torch, in an environment of its own.'
 	@echo '  TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu takes the CPU build of torch.'
 
-validate: $(INSTALLED) ## each pass on the models of every day, 10 minutes on two cores; writes reports/latest/report.html
+validate: $(INSTALLED) ## each pass on the models of every day, 6 minutes on two cores; writes reports/latest/report.html
 	$(BIN)/pytest -n $(JOBS) validation $(FX)
 
 validate-all: FX =

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from fxopt import history
 from fxopt.passes import available
 from validation.bench.__main__ import app
-from validation.bench.passes import kind_for, times
+from validation.bench.passes import kind_for
 
 pytestmark = pytest.mark.long
 
@@ -19,15 +19,6 @@ def test_a_pass_has_work_in_each_layer(name):
     kind = kind_for(pass_)
     (few,), (many,) = (history(pass_(kind(layers))) for layers in (2, 4))
     assert many.sites > few.sites > 0
-
-
-def test_both_directions_are_timed_at_each_size():
-    found = times({"MergeLinears": available()["MergeLinears"]()}, [1, 2], rounds=1)
-    assert {name: sorted(row) for name, row in found.items()} == {
-        "MergeLinears apply": [1, 2],
-        "MergeLinears undo": [1, 2],
-    }
-    assert all(seconds > 0 for row in found.values() for seconds in row.values())
 
 
 def test_the_table_has_a_row_for_each_pass():

@@ -19,7 +19,6 @@ from validation.bench.engines import (
     AGAIN,
     EAGER,
     PRECISIONS,
-    Flat,
     Prepared,
     eager,
     engines,
@@ -69,13 +68,6 @@ def test_an_engine_gives_what_the_model_gives(precision, name, model):
 UNABLE = {"fxopt int8": "`fxopt.optimize` has no int8"}
 
 
-def test_torch_compile_does_not_change_the_settings_of_others():
-    before = torch._inductor.config.freezing, torch._inductor.config.force_disable_caches
-    with pytest.raises(TypeError):
-        engines("float32", 1)["torch.compile"](nn.Linear(2, 2), {"input": None}, 1)
-    assert (torch._inductor.config.freezing, torch._inductor.config.force_disable_caches) == before
-
-
 def test_an_engine_that_is_not_installed_is_left_out_with_a_line(monkeypatch, hasty):
     monkeypatch.setitem(sys.modules, "openvino", None)
     rows = _compared({EAGER: eager, AGAIN: eager, "OpenVINO": engines("float32", 1)["OpenVINO"]})
@@ -96,25 +88,6 @@ def test_an_engine_that_gives_something_else_is_left_out(hasty):
     rows = _compared({EAGER: eager, "shorter": shorter, "nan": not_a_number})
     assert "the outputs differ in structure" in rows[1].reason
     assert rows[2].error == math.inf
-
-
-def test_the_flat_form_takes_and_gives_tensors_alone():
-    workload = SMALL["llama-decode"]()
-    leaves = tensors(workload.inputs)
-    assert len(leaves) == 1 + 2 * 2
-    with torch.no_grad():
-        first, second = (Flat(workload.model, workload.inputs)(*leaves) for _ in range(2))
-    assert [t.shape for t in first] == [(1, 1, 32), *[(1, 1, 17, 16)] * 4]
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert workload.inputs["past_key_values"].get_seq_length() == 16
-
-
-def test_operations_are_counted_with_those_of_attention():
-    linear = Workload(nn.Linear(8, 4), {"input": torch.rand(3, 8)})
-    assert linear.flops() == 2 * 3 * 8 * 4
-    bert = SMALL["bert"]()
-    layer = 4 * 32 * 32 + 2 * 32 * 64 + 2 * 16 * 32  # of one token: projections, feed-forward, attention
-    assert bert.flops() == 2 * (2 * 16 * layer + 32 * 32)
 
 
 def test_the_peak_of_matrix_products():

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -14,7 +13,6 @@ from validation import store
 from validation.commands.cli import app
 from validation.records import Check, Outcome, Record
 from validation.regressions.compare import compare
-from validation.running.run import Runner
 from validation.zoo.sources import recorded_sites, sites_file
 
 
@@ -51,13 +49,6 @@ def test_report_writes_where_it_is_told(runs, call, tmp_path):
     assert (tmp_path / "there/summary.md").is_file()
 
 
-def test_views_of_a_run_in_the_history_have_a_directory_of_their_own(runs, run, call, tmp_path):
-    history = tmp_path / "first/history"
-    assert call("report", history / f"{run.id}.parquet").exit_code == 0
-    assert (history / run.id / "report.html").is_file()
-    assert len(store.history(history)["run"].unique()) == 1
-
-
 def test_compare_says_what_got_worse_and_fails(runs, call):
     result = call("compare", *runs)
     assert result.exit_code == 1
@@ -85,16 +76,6 @@ def test_merge_joins_parts_and_is_a_night_when_they_are_the_whole(make_records, 
         assert call("merge", *parts, parts[0], "--output", out).exit_code == 0
         assert sorted(store.read_run(out / "latest")["id"]) == sorted(record.case.id for record in records)
         assert len(store.history(out / "history")) == len(records)
-
-
-def test_merge_takes_the_journal_of_a_run_that_was_cut(records, run, call, tmp_path):
-    run = dataclasses.replace(run, plan=store.plan_of([record.case.id for record in records]))
-    store.write_table(store.table_of(records[4:7], run), tmp_path / "latest")
-    journal = store.Journal(tmp_path, run)
-    for record in records[:5]:
-        journal.append(record)
-    assert call("merge", journal.file, "--output", tmp_path).exit_code == 0
-    assert len(store.read_run(tmp_path / "latest")) == 7
 
 
 def test_accept_changes_one_expectation(make_records, run, call, tmp_path):
@@ -187,12 +168,6 @@ def test_runs_that_have_no_case_in_common_are_not_compared(records, run, call, t
     assert "so that nothing can be compared" in result.stderr
 
 
-def test_history_lists_runs(runs, run, call):
-    result = call("history", runs[0].parent / "history")
-    assert result.exit_code == 0
-    assert run.id in result.output
-
-
 def test_history_follows_a_case(runs, run, call):
     case = "bert-base-MergeLinears-cpu-latency"
     result = call("history", runs[0].parent / "history", "--case", case)
@@ -271,18 +246,6 @@ def test_where_there_is_no_zoo_file_all_commands_say_the_same(command, call, tmp
     result = call(*command)
     assert result.exit_code == 2
     assert "model_zoo.yaml: no such file; name one, or write model_zoo.yaml\n" in result.stderr
-
-
-@pytest.mark.parametrize("place", [(Runner, "run"), (Path, "replace")])
-def test_sites_that_are_interrupted_leave_the_file_as_it_was(zoo, call, place, monkeypatch):
-    sites_file(zoo).write_text(before := yaml.safe_dump({"first": {"MergeLinears": 9}}))
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(*place, interrupt)
-    assert call("zoo", "sites", zoo).exit_code != 0
-    assert sites_file(zoo).read_text() == before
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import html.parser
 import json
-import math
 import re
 import shutil
 import subprocess
 
-import numpy as np
 import pandas as pd
 import pytest
 
-from tests.validation.written import table_of
 from validation import report, store
-from validation.records import Case, Check, Outcome, Record
+from validation.records import Case, Check, Outcome
 from validation.report import html as html_view
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
@@ -36,15 +33,6 @@ def test_the_data_has_every_case_that_ran_and_every_number(table):
         ran["relative_error_float64"].dropna().tolist(), rel=1e-3
     )
     assert errors["heading"] == "relative error float64"
-
-
-def test_numbers_that_json_lacks_are_words(run, tmp_path):
-    measured = {"relative_error": math.inf, "tolerance": 1e-9, "cosine": 0.123456}
-    table = table_of([Record(CASE, Outcome.FAIL, measurements=measured)], run, tmp_path)
-    numbers = html_view.data(table, None)["numbers"]
-    assert numbers["relative_error"]["values"] == ["inf"]
-    assert numbers["cosine"]["values"] == [0.1235]
-    json.dumps(numbers, allow_nan=False)
 
 
 class Requests(html.parser.HTMLParser):
@@ -69,46 +57,6 @@ def test_html_asks_nothing_of_the_network_and_holds_no_markup_of_records(table):
     assert "@import" not in style
     assert "default-src 'none'" in page
     assert "alert(1)" not in page
-
-
-def test_600_models_fit_into_five_megabytes(run):
-    """With 40 pipelines each. A page grows with the number of models, and so two small ones tell."""
-    few, more = size_of_page(run, 30), size_of_page(run, 60)
-    assert 5e5 < more + (600 - 60) / 30 * (more - few) < 5e6
-
-
-NUMBERS = {
-    "effect": "sites refused nodes_before nodes_after parameters_before parameters_after",
-    "equivalence": "max_abs_error relative_error relative_error_original tolerance ulps relative_error_float64",
-    "latency": "latency_ratio latency_ratio_low latency_ratio_high latency_baseline_ms latency_transformed_ms "
-    "memory_peak_mb",
-}
-"""The columns that each check fills."""
-
-
-def size_of_page(run, models):
-    """The bytes of a page of so many models."""
-    rng = np.random.default_rng(0)
-    pipelines, checks = 40, ["effect", "equivalence", "round-trip", "latency"]
-    keys = [
-        (f"model-{m}", f"Pass{p}", check) for m in range(models) for p in range(pipelines) for check in checks
-    ]
-    frame = pd.DataFrame(keys, columns=["model", "pipeline", "check"])
-    count = len(frame)
-    for name in store.COLUMNS:
-        if name not in frame:
-            frame[name] = ""
-    frame["id"] = frame["model"] + "-" + frame["pipeline"] + "-cpu-" + frame["check"]
-    frame = frame.assign(
-        device="cpu", outcome="pass", run=run.id, started=pd.Timestamp(run.started), threads=1
-    )
-    frame["seconds"], frame["refusals"] = rng.random(count), [[]] * count
-    for check, names in NUMBERS.items():
-        has = frame["check"] == check
-        for name in names.split():
-            values = rng.integers(0, 500, count) if check == "effect" else rng.lognormal(0, 0.1, count)
-            frame[name] = np.where(has, values, np.nan)
-    return len(html_view.document(frame))
 
 
 CLICKS = """

@@ -11,7 +11,6 @@ import torch
 from torch.fx import GraphModule
 
 from tests.validation.planted import Idle, Inverse, Raise, entry
-from validation import timing
 from validation.checks import latency
 from validation.judging.subject import Subject
 from validation.records import Outcome
@@ -94,22 +93,6 @@ def test_rounds_end_when_intervals_are_narrow() -> None:
     assert latency.narrow(same)
     wide = same | {"Slow": [1.0, 2.1, 2.9, 3.0, 0.9] * 3}
     assert not latency.narrow(wide)
-
-
-def test_threads_are_those_of_timing_and_come_back(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency, "timing_threads", lambda: 2)
-    torch.set_num_threads(1)
-    assert latency.check(subject, ("Inverse",)).measurements["timing_threads"] == 2
-    assert torch.get_num_threads() == 1
-
-
-def test_a_gpu_is_waited_for_before_and_after_each_run() -> None:
-    assert timing.synchronise("cuda") is torch.cuda.synchronize
-    waits: list[int] = []
-    turn = latency._turn(lambda: None, lambda: waits.append(1))
-    before = len(waits)
-    turn()
-    assert len(waits) == before + 2
 
 
 def test_the_peak_of_memory_is_what_lives_at_once() -> None:

@@ -67,11 +67,6 @@ def test_the_plan_is_sorted_stable_and_has_no_case_twice() -> None:
     assert len({case.id for case in cases}) == len(cases)
 
 
-def test_all_ordered_pairs_of_passes_with_sites_are_planned() -> None:
-    pairs = {p for p in pipelines(entry(Exact=1, OneWay=5, Rough=0), PASSES) if len(p) == 2}
-    assert pairs == {("Exact", "OneWay"), ("OneWay", "Exact")}
-
-
 def test_a_pass_without_sites_is_checked_for_its_effect_alone() -> None:
     assert checks(entry(Exact=0), ("Exact",), PASSES) == [Check.EFFECT]
 
@@ -100,24 +95,10 @@ def test_a_pass_that_is_not_recorded_is_planned_in_full_but_not_in_pairs() -> No
     assert members(entry(Rough=None, OneWay=1, Exact=None), ("all",), PASSES) == ("Rough", "OneWay", "Exact")
 
 
-def test_without_a_record_every_pass_is_planned_in_full() -> None:
-    for name in PASSES:
-        assert len(checks(entry(), (name,), PASSES)) >= 3
-    assert pipelines(entry(), PASSES) == [
-        *(("Exact",), ("OneWay",), ("Rough",), ("all",), ("exact",)),
-        *((name,) for name in OPTIMIZED),
-    ]
-
-
 def test_the_full_pipelines_run_in_the_order_of_the_entry() -> None:
     model = entry(Rough=1, OneWay=1, Exact=1)
     assert members(model, ("all",), PASSES) == ("Rough", "OneWay", "Exact")
     assert members(model, ("exact",), PASSES) == ("OneWay", "Exact")
-
-
-def test_a_full_pipeline_of_one_pass_is_that_pass() -> None:
-    assert ("exact",) not in pipelines(entry(Rough=1, Exact=1, OneWay=0), PASSES)
-    assert ("all",) in pipelines(entry(Rough=1, Exact=1, OneWay=0), PASSES)
 
 
 @pytest.mark.parametrize(

@@ -98,13 +98,6 @@ def test_a_worker_that_cannot_start_is_an_error_with_what_it_said() -> None:
         list(broken.run([case("a")], 1))
 
 
-def test_eight_thousand_cases_take_seconds() -> None:
-    cases = [case(f"model-{number % 100}", number) for number in range(8000)]
-    started = time.monotonic()
-    assert len(list(pool().run(cases, 1))) == 8000
-    assert time.monotonic() - started < 20  # 2.5 ms a case; it was 12.7, and grew with the number of cases
-
-
 @pytest.mark.parametrize("end", ["sys.exit()", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_workers_end_with_the_process_that_they_work_for(end: str) -> None:
     hanging = f"""

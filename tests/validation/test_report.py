@@ -7,7 +7,6 @@ import html.parser
 import math
 import re
 
-import pandas as pd
 import pytest
 from markdown_it import MarkdownIt
 
@@ -61,12 +60,6 @@ def test_views_come_from_the_table_alone(records, run, tmp_path):
         assert file.read_bytes() == (tmp_path / "first/latest" / file.relative_to(again)).read_bytes()
 
 
-def test_pages_of_models_that_are_gone_do_not_stay(records, table, tmp_path):
-    report.write_views(table, tmp_path)
-    report.write_views(table[table["model"] == "groupvit"], tmp_path)
-    assert [page.name for page in (tmp_path / "compatibility").iterdir()] == ["groupvit.md"]
-
-
 @pytest.mark.parametrize(
     ("module", "view", "file"),
     [
@@ -85,13 +78,6 @@ def test_a_view_that_fails_costs_nothing_but_itself(
     assert not (tmp_path / "latest" / file).exists()  # the one of the run before would mislead
     assert set(store.read_run(tmp_path / "latest")["run"]) == {later.id}
     assert len(store.history(tmp_path / "history")["run"].unique()) == 2
-
-
-def test_a_history_that_cannot_be_written_costs_nothing_else(records, run, tmp_path):
-    (tmp_path / "history").touch()
-    done = written(records, run, tmp_path)
-    assert [problem.partition(":")[0] for problem in done.problems] == [f"{tmp_path}/history"]
-    assert len(store.read_run(tmp_path / "latest")) == len(records)
 
 
 def test_a_run_of_a_part_takes_the_place_of_its_own_cases_and_is_no_night(records, run, tmp_path):
@@ -171,15 +157,6 @@ def test_one_reason_is_one_row_and_the_simplest_case_comes_first(run, tmp_path):
     assert problems.loc[0, "case"].startswith("bert-eager-cpu-parity, bert-MergeLinears")
     assert problems.loc[0, "case"].endswith(" and 2 more")
     assert problems.loc[0, "stage"] == "parity; equivalence; latency; effect"
-
-
-def test_of_one_error_in_several_checks_the_largest_is_shown(run, tmp_path):
-    records = [
-        Record(dataclasses.replace(CASE, check=check), Outcome.PASS, measurements={"logit_error": error})
-        for check, error in ((Check.EQUIVALENCE, 2e-9), (Check.ACCURACY, 1e-9))
-    ]
-    view = tables.compatibility(table_of(records, run, tmp_path))
-    assert view["logit error (limit)"].tolist() == ["2.0e-09"]
 
 
 def test_an_error_stands_beside_its_own_limit(table):
@@ -381,12 +358,6 @@ def test_the_terminal_does_not_drown_in_failures(run, tmp_path):
     text = report.terminal_summary(table_of(records, run, tmp_path))
     assert text.count(" fails in ") == 20
     assert "180 more causes" in text
-
-
-def test_tables_are_not_changed_by_views(table):
-    before = table.copy(deep=True)
-    html_view.document(table), markdown.summary(table), markdown.compatibility(table, "groupvit")
-    pd.testing.assert_frame_equal(table, before)
 
 
 @pytest.mark.parametrize("module", [headline, markdown, wording])

@@ -19,7 +19,6 @@ from fxopt import FuseBiasInLinear, MergeLinears, RemoveIdentity, Transformation
 from tests.validation.test_harness import ONE_PASS, ROOT, Harness, harness  # noqa: F401
 from tests.validation.wrong_passes import ForgetsBias, Wrong, WrongAndInexact, WrongReverse
 from validation.commands.cli import app
-from validation.judging import repro
 from validation.records import Case, Check, Outcome, Record
 from validation.running.run import Runner
 from validation.zoo.entry import Entry
@@ -132,16 +131,6 @@ def test_of_transformers_weights_and_inputs_are_those_of_the_case(tmp_path: Path
     )
     with pytest.raises(SystemExit):
         runpy.run_path(str(file))
-
-
-def test_scripts_go_when_their_cases_are_right(tmp_path: Path) -> None:
-    one, two = (Case("m", (name,), "cpu", Check.EQUIVALENCE) for name in "AB")
-    wrong = [Record(case, Outcome.FAIL, repro="wrong") for case in (one, two)]
-    assert len(repro.write(wrong, tmp_path, whole=True)) == 2
-    repro.write([Record(one, Outcome.PASS)], tmp_path, whole=False)
-    assert [file.stem for file in tmp_path.glob("*")] == [two.id]
-    repro.write([Record(one, Outcome.PASS)], tmp_path, whole=True)
-    assert not [*tmp_path.glob("*")]
 
 
 def test_a_command_is_of_one_case() -> None:

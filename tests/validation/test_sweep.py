@@ -307,18 +307,6 @@ def test_an_option_that_makes_no_sense_says_so(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.long
-def test_parts_are_fixed_disjoint_and_together_everything(
-    harness: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parts = []
-    for number in (1, 3):
-        harness("--collect-only", "-q", "--fx-part", f"{number}/3")
-        parts.append(re.findall(r"\[(\w+)-eager-cpu-parity", capsys.readouterr().out))
-    names = sweep_models.model_types()
-    assert parts == [names[0::3], names[2::3]]
-
-
 def test_a_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(zoo.SOURCES, "planted", "tests.validation.no_such_models")
     with pytest.raises(zoo.ZooError, match="planted cannot be swept: No module named"):
@@ -358,14 +346,6 @@ def test_an_architecture_that_gets_worse_is_a_regression(
 ) -> None:
     changes = changed([before], [after], run, tmp_path)
     assert set(changes.loc[changes["regression"].astype(bool), "kind"]) == kinds, changes.to_string()
-
-
-def test_what_a_part_lacks_has_not_vanished(run: store.Run, tmp_path: Path) -> None:
-    before, after = [bert(), Record(LLAMA, Outcome.PASS)], [bert()]
-    assert changed(before, after, run, tmp_path, part=True).empty
-    assert changed(before, after, run, tmp_path)["regression"].all()
-    worse = changed(before, [bert(Outcome.FAIL, "compare")], run, tmp_path, part=True)
-    assert worse["id"].tolist() == [BERT.id]
 
 
 def changed(before: list[Record], after: list[Record], run: store.Run, folder: Path, **options: bool) -> Any:

@@ -192,14 +192,6 @@ def test_the_zoo_extra_brings_what_the_zoo_of_the_repository_requires() -> None:
     assert {entry.name for entry in zoo if entry.requires} == {e.name for e in zoo if "extra" in e.tags}
 
 
-def test_a_known_failure_covers_its_check_pipeline_and_device() -> None:
-    failure = KnownFailure(check=Check.EQUIVALENCE, pipeline="A+B", device="cpu", reason="why")
-    assert failure.covers(Case("m", ("A", "B"), "cpu", Check.EQUIVALENCE))
-    assert not failure.covers(Case("m", ("B", "A"), "cpu", Check.EQUIVALENCE))
-    assert not failure.covers(Case("m", ("A", "B"), "cuda", Check.EQUIVALENCE))
-    assert not failure.covers(Case("m", ("A", "B"), "cpu", Check.EFFECT))
-
-
 @pytest.mark.parametrize(
     ("pipeline", "outcome", "expected"),
     [
@@ -220,17 +212,6 @@ def test_a_known_failure_accepts_what_it_names_and_no_more(pipeline, outcome, ex
     )
     assert found.outcome is expected
     assert expected is not Outcome.EXPECTED or found.reason.startswith("why (")
-
-
-def test_in_the_zoo_of_the_repository_every_recorded_pass_has_a_model_where_it_rewrites_something() -> None:
-    zoo = load_zoo(ROOT / "model_zoo.yaml", fxopt.passes.available())
-    recorded = {name for entry in zoo for name, count in entry.sites.items() if count is not None}
-    # The sites of the first are made by the passes that pack layers; branches of convolutions are in no small model of the
-    # zoo, and grouped heads in none.
-    recorded -= {"FuseEpilogues", "MergeConvs", "RemoveRepeatedHeads"}
-    assert len(recorded) >= 7
-    for entries in (zoo, [entry for entry in zoo if "day" in entry.tags]):
-        assert recorded <= {name for entry in entries for name, count in entry.sites.items() if count}
 
 
 def test_what_is_recorded_in_the_repository_is_what_the_command_writes() -> None:

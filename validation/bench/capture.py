@@ -1,4 +1,4 @@
-"""The cost of a capture: time, beside `torch.export`, and memory; and what its guards cost."""
+"""The time of a capture, beside `torch.export`; and what its guards cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from rich.table import Table
 import fxopt
 
 from ..timing import of_runs, spread
-from .memory import memory_table
 from .workloads import SUBJECTS, Workload, bert_base, llama
 
 LAYERS = (12, 24, 48, 96)
@@ -38,7 +37,6 @@ def capture(
     console = Console()
     console.print(_times([make() for make in SUBJECTS], rounds))
     console.print(_by_layers(rounds))
-    console.print(memory_table())
     console.print(_of_guards(rounds))
 
 

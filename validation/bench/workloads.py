@@ -16,8 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     BertConfig,
     BertModel,
-    EfficientNetConfig,
-    EfficientNetModel,
     GroupViTConfig,
     GroupViTModel,
     LlamaConfig,
@@ -145,9 +143,3 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "llama-prefill": functools.partial(wide_llama, batch=1, sequence=128),
     "llama-decode": lambda: decoding(wide_llama(batch=1, sequence=129)),
 }
-
-VERIFIED: dict[str, Callable[[], Workload]] = {
-    **{name: WORKLOADS[name] for name in ("bert-8x128", "resnet50-8", "llama-prefill")},
-    "efficientnet-b7": lambda: of_images("", EfficientNetModel(EfficientNetConfig()), 2, 600),
-}
-"""The models of which the memory of a capture is measured; the last one takes 9 GB in training."""
