@@ -58,8 +58,7 @@ def page() -> str:
         f"The stages of a case, in order: {', '.join(f'`{stage}`' for stage in STAGES)}.",
         "## Columns of `records.parquet`",
         _table(["column", "meaning"], ((f"`{name}`", text) for name, (_, text) in DESCRIBED.items())),
-        "All other columns are measurements (numbers) and facts (text). A measurement in another dtype than the first one "
-        "of the model has the dtype at the end of its name.",
+        "All other columns are measurements (numbers) and facts (text).",
         "## Metrics, and what counts as a regression",
         _table(["measurement", "meaning", "worse when", "compared"], map(_metric, METRICS, METRICS.values())),
         _latency(),

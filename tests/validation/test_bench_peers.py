@@ -107,9 +107,8 @@ def test_the_command_writes_its_reports(tmp_path, hasty, monkeypatch):
     assert result.exit_code == 0, result.output
     table = pd.read_parquet(tmp_path / "peers.parquet")
     assert list(table["engine"]) == [EAGER, AGAIN, "torch.jit"]
-    assert list(table["rounds"]) == [2, 2, 2, 0]
-    assert (table["speedup"][:3] > 0).all()
-    assert table["reason"][3].startswith("TraceError")
+    assert list(table["rounds"]) == [2, 2, 2]
+    assert (table["speedup"] > 0).all()
     text = (tmp_path / "peers.md").read_text()
     assert "## resnet, float32, 1 thread" in text
 

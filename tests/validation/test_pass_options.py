@@ -134,7 +134,7 @@ def test_named_dimensions_are_free() -> None:
 
 
 def test_the_script_of_a_failure_has_the_named_dimensions(tmp_path: Path) -> None:
-    text = repro.script(Case("lengths", (), "cpu", Check.PARITY), "why", free(), [], {"float32": 0.0})
+    text = repro.script(Case("lengths", (), "cpu", Check.PARITY), "why", free(), [], 0.0)
     assert "'length': torch.export.Dim('length')" in text
     (tmp_path / "script.py").write_text(text)
     with pytest.raises(SystemExit) as ended:

@@ -42,10 +42,10 @@ def load(tmp_path: Path, text: str) -> list:
 
 def test_an_entry_has_defaults(tmp_path: Path) -> None:
     (entry,) = load(tmp_path, GOOD)
-    assert (entry.name, entry.weights.pretrained, entry.dtypes, entry.tags) == (
+    assert (entry.name, entry.weights.pretrained, entry.dtype, entry.tags) == (
         "tiny-bert",
         None,
-        ("float32",),
+        "float32",
         ("small",),
     )
     assert entry.inputs["input_ids"].shape == (2, 8)
@@ -92,7 +92,7 @@ MISTAKES = {
         "    weights: {sed: 1}\n    config",
     ): "weights.sed: there is no such key",
     ("    config", "    weights: {pretrained: a/b}\n    config"): "weights: .*revision",
-    ("    config", "    dtypes: [float33]\n    config"): "tiny-bert: dtypes.0: .*float32",
+    ("    config", "    dtype: float33\n    config"): "tiny-bert: dtype: .*float32",
     ("    config", "    model: BertModel\n    config"): "zoo.yaml:5: not valid YAML: model is given twice",
     ("    config", "    requires: ''\n    config"): "tiny-bert: requires: .*at least 1",
     ("models:", "modles:"): "models: is missing",

@@ -13,59 +13,61 @@ from fxopt.errors import GuardError
 from fxopt.testing import compare, leaves
 from fxopt.testing.probes import not_finite
 
-from ..judging.comparison import per_dtype
 from ..judging.metrics import METRICS
 from ..judging.subject import FLOOR, Subject
 from ..records import Finding, Outcome
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """Every metric of the rewritten model against the original, in each dtype.
+    """Every metric of the rewritten model against the original.
 
     Of a sweep, whose models have learned nothing, the metrics are reported, but not judged; the results must be finite,
     and of the same form where the values do not decide on it.
     """
-    measurements: dict[str, float | int] = {}
-    problems: list[str] = []
-    silent = (
-        subject.entry.given and not subject.entry.tolerance(pipeline) and subject.without_tolerance(pipeline)
-    )
-    moved = ""
-    for dtype in subject.dtypes_of(pipeline):
-        rewritten = subject.rewritten(pipeline, dtype)
-        if not sum(rewritten.sites):
-            return Finding(Outcome.NO_OP, "nothing to rewrite")
-        oracle = subject.oracle(dtype)
-        with subject.entering("run the graph"):
-            try:
-                seen = oracle.observe(rewritten.module)
-            except GuardError as error:
-                if subject.entry.given:
-                    raise
-                # In other numbers, what the graph decides by may fall otherwise: nothing was compared.
-                return Finding(Outcome.REFUSED, f"in other numbers, {' '.join(str(error).split())}")
-        with subject.entering("compare"):
-            if bad := next(filter(None, (not_finite(each.output) for each in (*oracle.expected, *seen))), ""):
-                problems.append(f"{bad} is not finite")
-            if not subject.entry.given and _sizes_follow_values(subject.traced(dtype)):
-                continue
-            if fault := oracle.fault(seen):
-                return Finding(Outcome.FAIL, fault, measurements)
-            measured, *others = [
-                _measure(expected.output, actual.output)
-                for expected, actual in zip(oracle.expected, seen, strict=True)
-            ]
-            away = max(each["relative_error"] for each in (measured, *others))
-            measured["tolerance"] = limit = subject.most_error(pipeline, dtype)
-            if subject.entry.given and not problems and not away <= limit:
-                problems.append(f"the outputs moved by {away:.3g} of their norm, the limit is {limit:.3g}")
-            if silent and away > FLOOR * torch.finfo(dtype).eps:
-                moved = f"the outputs moved by {away:.3g} of their norm; {silent} states no `tolerance`"
-        measurements |= per_dtype(dtype, subject.dtypes[0], measured)
-    if problems:
-        problems += [f"{silent} states no `tolerance`"] if silent else []
-        return Finding(Outcome.FAIL, "; ".join(problems), measurements)
-    return Finding(Outcome.UNJUDGED if moved else Outcome.PASS, moved, measurements)
+    dtype, given = subject.dtype_of(pipeline), subject.entry.given
+    rewritten = subject.rewritten(pipeline, dtype)
+    if not sum(rewritten.sites):
+        return Finding(Outcome.NO_OP, "nothing to rewrite")
+    oracle = subject.oracle(dtype)
+    with subject.entering("run the graph"):
+        try:
+            seen = oracle.observe(rewritten.module)
+        except GuardError as error:
+            if given:
+                raise
+            # In other numbers, what the graph decides by may fall otherwise: nothing was compared.
+            return Finding(Outcome.REFUSED, f"in other numbers, {' '.join(str(error).split())}")
+    with subject.entering("compare"):
+        infinite = next(filter(None, (not_finite(each.output) for each in (*oracle.expected, *seen))), "")
+        problem = f"{infinite} is not finite" if infinite else ""
+        if not given and _sizes_follow_values(subject.traced(dtype)):
+            return Finding(Outcome.FAIL if problem else Outcome.PASS, problem)
+        if fault := oracle.fault(seen):
+            return Finding(Outcome.FAIL, fault)
+        measured, *others = [
+            _measure(expected.output, actual.output)
+            for expected, actual in zip(oracle.expected, seen, strict=True)
+        ]
+        measured["tolerance"] = subject.most_error(pipeline, dtype)
+        away = max(each["relative_error"] for each in (measured, *others))
+    if given and not problem:
+        return _judged(subject, pipeline, away, measured)
+    return Finding(Outcome.FAIL if problem else Outcome.PASS, problem, measured)
+
+
+def _judged(
+    subject: Subject, pipeline: tuple[str, ...], away: float, measured: dict[str, float | int]
+) -> Finding:
+    """Hold how far the outputs moved against what the zoo or the passes say."""
+    silent = "" if subject.entry.tolerance(pipeline) else subject.without_tolerance(pipeline)
+    moved, stated = f"the outputs moved by {away:.3g} of their norm", f"{silent} states no `tolerance`"
+    limit = measured["tolerance"]
+    if not away <= limit:
+        texts = [f"{moved}, the limit is {limit:.3g}", *([stated] if silent else [])]
+        return Finding(Outcome.FAIL, "; ".join(texts), measured)
+    if silent and away > FLOOR * torch.finfo(subject.own).eps:
+        return Finding(Outcome.UNJUDGED, f"{moved}; {stated}", measured)
+    return Finding(measurements=measured)
 
 
 def _sizes_follow_values(graph: GraphModule) -> bool:

@@ -29,7 +29,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
 
     Several passes are not explained, which takes longer than applying them: each pass by itself says the same.
     """
-    dtype = subject.dtypes_of(pipeline)[0]
+    dtype = subject.dtype_of(pipeline)
     before, rewritten = subject.traced(dtype), subject.rewritten(pipeline, dtype)
     alone = len(pipeline) == 1 == len(subject.members(pipeline))
     found = subject.explained(pipeline, dtype) if alone else Explained()

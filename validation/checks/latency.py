@@ -139,7 +139,7 @@ def measure(subject: Subject) -> Measured:
 
 def _arms(subject: Subject) -> dict[str, Callable[[], Callable[[], object] | None]]:
     """The functions that make the run of each arm; one gives `None` where its pipeline finds nothing to rewrite."""
-    dtype = subject.dtypes[0]
+    dtype = subject.own
     inputs = subject.inputs(dtype)
 
     def of(module: torch.nn.Module) -> Callable[[], object]:

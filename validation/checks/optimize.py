@@ -31,7 +31,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
 
     A model without a graph passes, since it computes what the model computes; a fact says why there is none.
     """
-    precision, dtype = OPTIMIZED[pipeline[0]], subject.dtypes[0]
+    precision, dtype = OPTIMIZED[pipeline[0]], subject.own
     model, inputs = subject.model(dtype).eval(), subject.inputs(dtype)
     before, others = torch.get_num_threads(), Others()
     torch.set_num_threads(timing_threads())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import fxopt
+from fxopt.constants import Constant
 from fxopt.errors import GuardError, SaveError
 from fxopt.testing import compare, leaves
 from fxopt.testing.differences import unchanged
@@ -38,7 +39,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
 
     What the model cannot, or the captured graph, is not asked of what was made of it: a fact says so.
     """
-    dtype = subject.dtypes_of(pipeline)[0]
+    dtype = subject.dtype_of(pipeline)
     if pipeline and not sum(subject.rewritten(pipeline, dtype).sites):
         return Finding(Outcome.NO_OP, "nothing to rewrite")
     traced = subject.traced(dtype)
@@ -110,11 +111,14 @@ def _reloaded(module: nn.Module, inputs: Inputs) -> nn.Module:
 
 
 def _moved(module: nn.Module, inputs: Inputs) -> nn.Module:
-    """The module itself, when a copy of it has been to another dtype and device with all its tensors."""
-    copied = copy.deepcopy(module)
+    """The module itself, when copies of it have been to another dtype and device with all their tensors."""
     with contextlib.suppress(GuardError):  # it holds to its dtype, and says so
-        copied = copied.to(torch.float64)
-    for name, tensor in tensors(copied.to("meta")).items():
+        wide = copy.deepcopy(module).to(torch.float64)
+        fixed = {f"{n}.value" for n, m in wide.named_modules() if isinstance(m, Constant) and not m.follows}
+        for name, tensor in tensors(wide).items():
+            if tensor.is_floating_point() and tensor.dtype != torch.float64 and name not in fixed:
+                raise AssertionError(f"after .to(torch.float64), {name} is {tensor.dtype}")
+    for name, tensor in tensors(copy.deepcopy(module).to("meta")).items():
         if tensor.device.type != "meta":
             raise AssertionError(f"after .to('meta'), {name} is not on that device")
     return module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pprint
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jinja2
@@ -29,12 +29,10 @@ NEEDED = {
 """The checks that a script can show, and what it needs of `fxopt.testing`; others are about more than a model and its graph."""
 
 
-def script(
-    case: Case, reason: str, entry: Entry, passes: Sequence[Transformation], limits: Mapping[str, float]
-) -> str:
+def script(case: Case, reason: str, entry: Entry, passes: Sequence[Transformation], limit: float) -> str:
     """The text of the script: it ends with 0 when the case is right; empty where a pass can be imported from nowhere.
 
-    `limits` has each dtype of the case, and how far passes that do not preserve the computation may move the outputs in it.
+    `limit` is how far passes that do not preserve the computation may move the outputs.
     """
     if case.check not in NEEDED or any("<locals>" in type(each).__qualname__ for each in passes):
         return ""
@@ -48,7 +46,7 @@ def script(
         case=case.id,
         check=str(case.check),
         floor=FLOOR,
-        limits=limits,
+        limit=limit,
         reason=_wrapped(reason),
         package=module.partition(".")[0],
         local=any(source.partition(".")[0] not in ("fxopt", "transformers", "torch") for source, _ in names),

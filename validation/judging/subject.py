@@ -63,7 +63,7 @@ class Subject:
     timing: float = TIMING
 
     def __post_init__(self) -> None:
-        self.dtype = "+".join(self.entry.dtypes)
+        self.dtype: str = self.entry.dtype
         self.stage = ""
         self.measurements: dict[str, float | int] = {}
         self.facts: dict[str, str] = {}
@@ -93,17 +93,17 @@ class Subject:
         self.entered(stage)
 
     @property
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtypes of the entry: its own first."""
-        return [getattr(torch, name) for name in self.entry.dtypes]
+    def own(self) -> torch.dtype:
+        """The dtype of the entry."""
+        return getattr(torch, self.entry.dtype)  # type: ignore[no-any-return]
 
-    def dtypes_of(self, pipeline: tuple[str, ...]) -> list[torch.dtype]:
-        """The dtypes in which what a pipeline makes is checked.
+    def dtype_of(self, pipeline: tuple[str, ...]) -> torch.dtype:
+        """The dtype in which what a pipeline makes is checked.
 
         Of a sweep, with its hundreds of models, what preserves the computation is proved, and no more.
         """
         exact = all(pass_.preserves_computation for _, pass_ in self.members(pipeline))
-        return [self.wide] if exact and pipeline and not self.entry.given else self.dtypes
+        return self.wide if exact and pipeline and not self.entry.given else self.own
 
     def most_error(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> float:
         """How far a pipeline that does not preserve the computation may move an output, relative to its norm.
@@ -253,7 +253,7 @@ class Subject:
         if self.entry.given:
             return torch.float64, RTOL_FLOAT64
         if self._judged is None:
-            own = self.dtypes[0]
+            own = self.own
             model, wide = self.model(own), self.model(torch.float64)
             with self.entering("run the model"):
                 if where := not_finite(self.run(model, own)):

@@ -74,11 +74,8 @@ class Runner:
         if finding.outcome not in (Outcome.FAIL, Outcome.ERROR) or not subject.entry.given:
             return ""
         passes = [pass_ for _, pass_ in subject.members(case.pipeline)]
-        limits: dict[str, float] = {
-            name: subject.most_error(case.pipeline, dtype)
-            for name, dtype in zip(subject.entry.dtypes, subject.dtypes, strict=True)
-        }
-        return repro.script(case, portable(finding.reason), subject.entry, passes, limits)
+        limit = subject.most_error(case.pipeline, subject.own)
+        return repro.script(case, portable(finding.reason), subject.entry, passes, limit)
 
     def _collect(self) -> None:
         gc.collect()

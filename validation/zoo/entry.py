@@ -18,7 +18,6 @@ from fxopt.importing import imported
 from ..records import FAILING, Case, Check, Outcome, Record
 
 Symbol = Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]
-Dtype = Literal["float32", "bfloat16", "float16"]
 Reason = Annotated[str, Field(min_length=1)]
 
 
@@ -121,8 +120,8 @@ class Entry(Strict):
     """`dynamic` frees batch and length of a model of transformers (`fxopt.symbolic_trace`); `fixed` keeps those of the inputs."""
     dynamic_shapes: dict[str, Annotated[dict[NonNegativeInt, Symbol], Field(min_length=1)]] = {}
     """The free dimensions of each input, in the place of `sizes`: `{input_ids: {0: batch, 1: length}}`."""
-    dtypes: Annotated[tuple[Dtype, ...], Field(min_length=1)] = ("float32",)
-    """The dtypes of the checks; the first one is timed."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """The dtype of the model."""
     tags: tuple[str, ...] = ()
     """Words by which `--tag` chooses models."""
     large: bool = False

@@ -56,7 +56,7 @@ def unmet(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: S
 
 def content(case: Case, entry: Entry, passes: Mapping[str, Transformation]) -> str:
     """A digest of what a case is made of: the definition of its model, and its passes with their options."""
-    fields = {"model", "config", "weights", "inputs", "sizes", "dynamic_shapes", "dtypes"}
+    fields = {"model", "config", "weights", "inputs", "sizes", "dynamic_shapes", "dtype"}
     made = entry.model_dump_json(include=fields)
     parts = [passes[name] for name in members(entry, case.pipeline, passes)]
     made += "".join(
