@@ -31,7 +31,7 @@ validate: $(INSTALLED) ## each pass on the models of every day, 6 minutes on two
 	$(BIN)/pytest -n $(JOBS) validation $(FX)
 
 validate-all: FX =
-validate-all: validate ## each pass and each pair of passes on all models, 12 minutes
+validate-all: validate ## each pass and each pair of passes on all models, some 20 minutes
 
 # Each worker begins with whole files, so that few set up the same things, and takes over from others in the end. Each has
 # one thread: threads of several workers on the same cores wait for each other, which takes longer than small models do.
