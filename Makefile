@@ -8,7 +8,7 @@ VENV ?= .venv$(addprefix -torch-,$(TORCH))
 TORCH_INDEX_URL ?=
 # What `make test` runs, and arguments of pytest.
 TESTS ?= tests
-# What `make validate` runs of the zoo: arguments of the harness, e.g. FX="--fx-tag smoke".
+# What `make validate` runs of the zoo: arguments of the harness, e.g. FX="--fx-tag day".
 FX ?= --fx-tag day --fx-timing 3
 # How long `make fuzz` runs, and with which programs.
 FUZZ_SECONDS ?= 600
@@ -27,11 +27,11 @@ help: ## what there is
 	@echo '  TORCH=2.15.0 (or TORCH=newest) takes another torch, in an environment of its own.'
 	@echo '  TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu takes the CPU build of torch.'
 
-validate: $(INSTALLED) ## each pass on the models of every day, 10 minutes on two cores; writes reports/latest/report.html
+validate: $(INSTALLED) ## each pass on the models of every day, 6 minutes on two cores; writes reports/latest/report.html
 	$(BIN)/pytest -n $(JOBS) validation $(FX)
 
 validate-all: FX =
-validate-all: validate ## each pass and each pair of passes on all models, 12 minutes
+validate-all: validate ## each pass and each pair of passes on all models, some 20 minutes
 
 # Each worker begins with whole files, so that few set up the same things, and takes over from others in the end. Each has
 # one thread: threads of several workers on the same cores wait for each other, which takes longer than small models do.

@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--fx-zoo",
         metavar="FILE",
-        help="the zoo file, or `transformers` or `libraries`: small models of each architecture, or of other libraries; default: "
+        help="the zoo file, or `transformers`: a small model of each architecture; default: "
         "model_zoo.yaml of this repository",
     )
     group.addoption("--fx-device", action="append", help="cpu or cuda, repeatable; default: all there are")
@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--fx-peer",
         choices=["torch.export"],
-        help="run it beside fxopt on the same models and inputs, where the zoo is `transformers` or `libraries`",
+        help="run it beside fxopt on the same models and inputs, where the zoo is `transformers`",
     )
     group.addoption("--fx-timeout", type=_seconds, help="seconds that a case may take; default: the zoo's")
     group.addoption(
@@ -66,12 +66,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fx-address",
         metavar="HOST:PORT",
         help="of the Ray cluster, or `auto`; default: one is started here",
-    )
-    group.addoption(
-        "--fx-budget",
-        type=_seconds,
-        metavar="SECONDS",
-        help="end the run after these; --fx-resume goes on with it",
     )
     group.addoption(
         "--fx-resume",

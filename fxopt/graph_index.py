@@ -22,6 +22,8 @@ from fxopt.torch_internals import (
     parameters_of,
 )
 
+ALL_MODULES = "torch has hooks for all modules (register_module_forward_hook and the like)"
+
 
 class GraphIndex:
     """Find the module calls of one graph, and the reasons against rewriting them.
@@ -205,6 +207,8 @@ class GraphIndex:
         """
         path = str(read.target)
         tensor = attribute(self.graph_module, path)
+        if any(global_hooks):
+            return ALL_MODULES
         if len(read.users) > 1 or any(
             n is not read and n.target == path for n in self.nodes if n.op == "get_attr"
         ):
@@ -262,7 +266,7 @@ class GraphIndex:
     def _unusual(self, module: nn.Module) -> str | None:
         hooks = hooks_of(module)
         if any(global_hooks):
-            return "torch has hooks for all modules (register_module_forward_hook and the like)"
+            return ALL_MODULES
         if hooks:
             return f"the module has hooks ({', '.join(name.strip('_') for name in hooks)})"
         if "forward" in vars(module) or compiled_call_of(module) is not None:

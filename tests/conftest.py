@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from fxopt import packing
-from validation.progress import Progress
 
 # For a device that is not there, torch writes the stack down each time that it is seeded, which takes longer than most tests.
 for device in (torch.cuda, torch.mtia, torch.xpu):
@@ -25,9 +24,6 @@ packing.is_slower = lambda layer, shape, kernel: False
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: left to `make test-all`; tests/README.md says which tests are")
     config.addinivalue_line("markers", "sweep(n): models of one kind; all but every n-th case are long")
-    # In one process alone, the output of tests is captured, and the line would be in it.
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Progress())
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` reads the marks

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import collections
 import functools
-import gc
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import fxopt.passes
-from fxopt.errors import PassError
+from fxopt.errors import FxoptError
 from fxopt.rewriting.transformation import Transformation
 
 from .judging.subject import TIMING
-from .progress import Progress
-from .records import Case, Outcome, counted
-from .running.controller import Controller, case_id, received
-from .running.fleet import Fleet, FleetError
-from .running.pool import Pool
-from .running.run import Runner, in_worker
-from .store import Place, ReportError, seconds_by_case
-from .zoo.build import memory_of
-from .zoo.entry import Entry, is_installed, judged
-from .zoo.passes import ZooError, passes_of
+from .records import Case, counted
+from .running.controller import Controller
+from .running.fleet import Fleet
+from .running.pool import Make, Pool
+from .running.run import in_worker
+from .store import Place
+from .zoo.entry import Entry, is_installed
+from .zoo.passes import passes_of
 from .zoo.plan import content, members, plan, unmet
-from .zoo.sources import SOURCES, architectures, load_zoo, marked
+from .zoo.sources import SOURCES, architectures, load_zoo
 
 LEFT_OUT = pytest.StashKey[dict[str, str]]()
 CASES = pytest.StashKey[Mapping[str, Case]]()
-RUNNER = pytest.StashKey[Runner]()
 WORKERS = pytest.StashKey[int]()
 
 
@@ -71,10 +65,18 @@ def root(config: pytest.Config) -> Path:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    try:
+        _configure(config)
+    except FxoptError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def _configure(config: pytest.Config) -> None:
+    """Read the options and the zoo, and register what runs the cases. Raises `FxoptError` for what is wrong with them."""
     present = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     if "cuda" in (config.getoption("--fx-device") or []) and "cuda" not in present:
         raise pytest.UsageError("--fx-device cuda: no CUDA device here")
-    devices = _chosen("--fx-device", config.getoption("--fx-device"), present) or present
+    devices = _chosen(config, "--fx-device", present) or present
     passes, wanted = _passes(config)
     whole = _zoo(config, passes)
     chosen = config.getoption("--fx-model") or ()
@@ -88,53 +90,31 @@ def pytest_configure(config: pytest.Config) -> None:
     if mistakes := unmet(zoo, passes, ["cpu", "cuda"]):
         raise pytest.UsageError("\n".join(mistakes))
     entries = {entry.name: entry for entry in zoo}
-    cases = {
+    named = {case: "+".join(case.pipeline) for case in plan(zoo, passes, devices)}
+    pipelines = _chosen(config, "--fx-pipeline", {*named.values()} - {""})
+    config.stash[CASES] = cases = {
         case.id: case
-        for case in _of_pipelines(config, plan(zoo, passes, devices))
+        for case, pipeline in named.items()
+        if not pipelines or pipeline in pipelines
         if not wanted or set(wanted) & set(members(entries[case.model], case.pipeline, passes))
     }
     # Else pytest makes a test of none, which it skips, and all is well. Of parts, the last may have no models.
     if not cases and config.getoption("--fx-part") is None:
-        raise pytest.UsageError(
-            f"no case is chosen: the options leave {len(zoo)} of {counted(len(whole), 'model')}"
-        )
-    place = _place(config)
-    known = seconds_by_case(place.path / "baseline")
-    seconds = {name: known.get(name, 0.1) for name in cases}
-    of_group: dict[tuple[str, str], float] = collections.defaultdict(float)
-    for name, case in cases.items():
-        of_group[case.model, case.device] += seconds[name]
-    limit: float | None = config.getoption("--fx-timeout")
-    config.stash[CASES] = cases
+        text = f"the options leave {len(zoo)} of {counted(len(whole), 'model')}"
+        raise pytest.UsageError(f"no case is chosen: {text}")
     timing: float = config.getoption("--fx-timing") or TIMING
-    config.stash[RUNNER] = Runner(zoo, passes, timing=timing)
-    arguments: Any = {
-        "make": functools.partial(in_worker, zoo, passes, timing),
-        "limit": lambda case: limit or entries[case.model].timeout,
-        "expected": of_group.__getitem__,
-        "judged": lambda record: marked(
-            entries[record.case.model], judged(entries[record.case.model].known_failures, record)
-        ),
-    }
     controller = Controller(
         cases=cases,
         planned=[case.id for case in plan(whole, passes, present)],
         devices=devices,
-        place=place,
+        place=Place(config.getoption("--fx-report-dir") or root(config) / "reports"),
         root=root(config),
-        pool=_engine(config, arguments, entries),
+        pool=_engine(config, entries, functools.partial(in_worker, zoo, passes, timing)),
         workers=config.stash[WORKERS],
         content=lambda case: content(case, entries[case.model], passes),
-        budget=config.getoption("--fx-budget"),
         resume=bool(config.getoption("--fx-resume")),
     )
     config.pluginmanager.register(controller, "fxopt-controller")
-
-    def weight(nodeid: str) -> float:
-        case = cases.get(case_id(nodeid))  # none of a test that is no case
-        return seconds[case.id] / (1 if case.timed else config.stash[WORKERS]) if case else 0.0
-
-    config.pluginmanager.register(Progress(weight), "fxopt-progress")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -150,55 +130,31 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", [pytest.param(case, id=case.id) for case in cases])
 
 
-@pytest.fixture(scope="session")
-def runner(pytestconfig: pytest.Config) -> Iterator[Runner]:
-    torch.set_num_threads(1)
-    yield pytestconfig.stash[RUNNER]
-    gc.unfreeze()
-
-
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    record = received(report)
-    return ("no-op", "n", "NO-OP") if record and record.outcome is Outcome.NO_OP else None
+    return ("no-op", "n", "NO-OP") if getattr(report, "is_no_op", False) else None
 
 
-def _place(config: pytest.Config) -> Place:
-    """Where the reports go."""
-    try:
-        return Place(config.getoption("--fx-report-dir") or root(config) / "reports")
-    except ReportError as error:
-        raise pytest.UsageError(f"--fx-report-dir {error}") from error
-
-
-def _engine(config: pytest.Config, arguments: dict[str, Any], entries: Mapping[str, Entry]) -> Pool | Fleet:
+def _engine(config: pytest.Config, entries: Mapping[str, Entry], make: Make) -> Pool | Fleet:
     """The processes of this machine, or the nodes of a cluster, that run the cases."""
+    limit: float | None = config.getoption("--fx-timeout")
     address = config.getoption("--fx-address")
-    if config.getoption("--fx-engine") is None:
-        if address is not None:
-            raise pytest.UsageError("--fx-address: only with --fx-engine ray")
-        return Pool(**arguments)
-    try:
-        return Fleet(**arguments, address=address or "", memory=lambda model: memory_of(entries[model]))
-    except FleetError as error:
-        raise pytest.UsageError(f"--fx-engine ray: {error}") from error
+
+    def timeout(case: Case) -> float:
+        return limit or entries[case.model].timeout
+
+    if config.getoption("--fx-engine") is not None:
+        return Fleet(make, timeout, address=address or "")
+    if address is not None:
+        raise pytest.UsageError("--fx-address: only with --fx-engine ray")
+    return Pool(make, timeout)
 
 
 def _passes(config: pytest.Config) -> tuple[dict[str, Transformation], list[str]]:
     """All passes, with those that the zoo adds and `--fx-pass` names by their paths; and the names of those in `--fx-pass`."""
     wanted: list[str] = config.getoption("--fx-pass") or []
     paths, source = [name for name in wanted if "." in name], _source(config)
-    try:
-        passes = fxopt.passes.ready(paths) if source in SOURCES else passes_of(Path(source), paths)
-    except (PassError, ZooError) as error:
-        raise pytest.UsageError(str(error)) from error
-    return passes, _chosen("--fx-pass", [name.rpartition(".")[2] for name in wanted], passes)
-
-
-def _of_pipelines(config: pytest.Config, cases: Sequence[Case]) -> list[Case]:
-    """The cases of the pipelines in `--fx-pipeline`: names, or those of passes joined by "+"."""
-    named = {case: "+".join(case.pipeline) for case in cases}
-    wanted = _chosen("--fx-pipeline", config.getoption("--fx-pipeline"), {*named.values()} - {""})
-    return [case for case in cases if not wanted or named[case] in wanted]
+    passes = fxopt.passes.ready(paths) if source in SOURCES else passes_of(Path(source), paths)
+    return passes, _known("--fx-pass", [name.rpartition(".")[2] for name in wanted], passes)
 
 
 def _source(config: pytest.Config) -> str:
@@ -212,17 +168,13 @@ def _zoo(config: pytest.Config, passes: Mapping[str, Transformation]) -> list[En
     peer = config.getoption("--fx-peer") is not None
     if peer and name not in SOURCES:
         raise pytest.UsageError(f"--fx-peer: only for the zoos that are built in: {', '.join(SOURCES)}")
-    try:
-        return [*architectures(name, peer)] if name in SOURCES else [*load_zoo(Path(name), passes)]
-    except ZooError as error:
-        raise pytest.UsageError(str(error)) from error
+    return [*architectures(name, peer)] if name in SOURCES else load_zoo(Path(name), passes)
 
 
 def _part_of(config: pytest.Config, zoo: Sequence[Entry]) -> list[Entry]:
     """The entries that the options leave."""
-    known_tags, names = {tag for entry in zoo for tag in entry.tags}, {entry.name for entry in zoo}
-    tags = _chosen("--fx-tag", config.getoption("--fx-tag"), known_tags)
-    models = _chosen("--fx-model", config.getoption("--fx-model"), names)
+    tags = _chosen(config, "--fx-tag", {tag for entry in zoo for tag in entry.tags})
+    models = _chosen(config, "--fx-model", {entry.name for entry in zoo})
     number, count = config.getoption("--fx-part") or (1, 1)
     return [
         entry
@@ -231,10 +183,13 @@ def _part_of(config: pytest.Config, zoo: Sequence[Entry]) -> list[Entry]:
     ]
 
 
-def _chosen(option: str, chosen: Sequence[str] | None, known: Collection[str]) -> list[str]:
+def _chosen(config: pytest.Config, option: str, known: Collection[str]) -> list[str]:
     """The values of a repeatable option, of which all have to be known."""
-    if unknown := [value for value in chosen or () if value not in known]:
-        raise pytest.UsageError(
-            f"{option} {unknown[0]}: not known; there are {', '.join(sorted(known)) or 'none'}"
-        )
-    return [*(chosen or ())]
+    return _known(option, config.getoption(option) or [], known)
+
+
+def _known(option: str, chosen: list[str], known: Collection[str]) -> list[str]:
+    if unknown := [value for value in chosen if value not in known]:
+        names = ", ".join(sorted(known)) or "none"
+        raise pytest.UsageError(f"{option} {unknown[0]}: not known; there are {names}")
+    return chosen

@@ -27,8 +27,8 @@ TIMED = (Check.LATENCY, Check.OPTIMIZE)
 """The checks whose cases have their machine to themselves."""
 
 STAGES = (
-    *("load", "run the model", "capture", "transform", "run the graph", "compare", "verify", "other sizes"),
-    *("reverse", "usable", "task", "time", "optimize"),
+    *("load", "run the model", "capture", "transform", "run the graph", "compare", "verify"),
+    *("reverse", "usable", "time", "optimize"),
 )
 """The stages of a case, in order; a record says where it ended."""
 
@@ -41,6 +41,7 @@ class Outcome(enum.StrEnum):
     NO_OP = "no-op"
     EXPECTED = "expected"
     REFUSED = "refused"
+    UNJUDGED = "unjudged"
     SKIP = "skip"
     ERROR = "error"
     TIMEOUT = "timeout"
@@ -53,6 +54,7 @@ MEANING = {
     Outcome.NO_OP: "the pipeline found nothing to rewrite, so there was nothing to compare",
     Outcome.EXPECTED: "the case failed as `known_failures` of the zoo says",
     Outcome.REFUSED: "fxopt says that it cannot capture the model, and why (in a sweep)",
+    Outcome.UNJUDGED: "the outputs moved, and neither the pass nor the zoo states by how much they may",
     Outcome.SKIP: "the case did not run, with a reason",
     Outcome.FAIL: "the comparison found a difference",
     Outcome.ERROR: "an exception outside of the comparison",
@@ -71,11 +73,14 @@ WORST_FIRST = (
     Outcome.FAIL,
     Outcome.EXPECTED,
     Outcome.REFUSED,
+    Outcome.UNJUDGED,
     Outcome.NO_OP,
     Outcome.PASS,
     Outcome.SKIP,
 )
 FAILING = frozenset(WORST_FIRST[: WORST_FIRST.index(Outcome.EXPECTED)])
+EXCUSED = (Outcome.EXPECTED, Outcome.REFUSED, Outcome.UNJUDGED)
+"""Outcomes that are neither right nor failures: pytest calls these cases xfailed."""
 
 
 def counted(number: int, noun: str) -> str:

@@ -13,7 +13,7 @@ from .records import MEANING, STAGES
 from .regressions.metric import BUSY, METRICS, Metric
 from .regressions.trend import FEWEST_BEFORE, MARGINS
 from .store.table import DESCRIBED
-from .zoo.entry import Entry, Input, KnownFailure, Limits, Tolerance, ZooFile
+from .zoo.entry import Entry, Input, KnownFailure, Tolerance, ZooFile
 
 PAGE = Path(__file__).parents[1] / "docs" / "files.md"
 
@@ -26,8 +26,8 @@ FILES = """## Files
 
 | path in `reports/` | content |
 |---|---|
-| `latest/records.parquet`, `.csv` | the last run, one row a case: all other files are views of this table |
-| `latest/report.html`, `summary.md` | what got worse since the last good run, failures, fastest pipelines, every case |
+| `latest/records.parquet` | the last run, one row a case: all other files are views of this table |
+| `latest/report.html`, `summary.md` | what got worse since the last good run, failures, every case |
 | `latest/compatibility/<model>.md` | one model: pass × device with verdict, sites, error and speed |
 | `latest/passes/<pass>.md` | one pass: models, where it rewrites, what it refuses, error and gain |
 | `latest/repro/<case>.py` | a script that shows a failure without the harness |
@@ -41,7 +41,6 @@ KEYS: dict[str, type[pydantic.BaseModel]] = {
     "": ZooFile,
     "models[]": Entry,
     "models[].inputs.*": Input,
-    "models[].dims.*": Limits,
     "models[].known_failures[]": KnownFailure,
     "models[].tolerances[]": Tolerance,
 }
@@ -59,8 +58,7 @@ def page() -> str:
         f"The stages of a case, in order: {', '.join(f'`{stage}`' for stage in STAGES)}.",
         "## Columns of `records.parquet`",
         _table(["column", "meaning"], ((f"`{name}`", text) for name, (_, text) in DESCRIBED.items())),
-        "All other columns are measurements (numbers) and facts (text). A measurement in another dtype than the first one "
-        "of the model has the dtype at the end of its name.",
+        "All other columns are measurements (numbers) and facts (text).",
         "## Metrics, and what counts as a regression",
         _table(["measurement", "meaning", "worse when", "compared"], map(_metric, METRICS, METRICS.values())),
         _latency(),
@@ -74,28 +72,21 @@ def _keys(where: str, model: type[pydantic.BaseModel]) -> Iterator[tuple[str, st
     for name, field in model.model_fields.items():
         if model is Entry and name in ("sites", "pipelines"):
             continue  # not written by hand
-        default = "required" if field.is_required() else f"`{field.get_default()!r}`"
-        default = (
-            ""
-            if default in ("`None`", "`()`", "`{}`", "`''`", "`False`") or "source=" in default
-            else default
-        )
-        yield f"`{'.'.join(filter(None, (where, name)))}`", default, str(field.description)
+        default = None if field.is_required() else field.get_default()
+        said = f"`{default!r}`" if default and isinstance(default, float | str | tuple) else ""
+        said = "required" if field.is_required() else said
+        yield f"`{'.'.join(filter(None, (where, name)))}`", said, str(field.description)
 
 
 def _metric(pattern: str, metric: Metric) -> tuple[str, str, str, str]:
-    machine = "on the same machine" if metric.machine else "always"
     if not metric.better:
         return f"`{pattern}`", metric.text, "never", ""
     word = "higher" if metric.better == "lower" else "lower"
-    by = (
-        f"by more than {metric.difference:g}"
-        if metric.difference
-        else f"by more than a factor of {metric.factor:g}"
-    )
-    by = word if metric.factor == 1 and not metric.difference else f"{word} {by}"
+    by = f" by more than {metric.difference:g}" if metric.difference else ""
+    by = f" by more than a factor of {metric.factor:g}" if metric.factor != 1 else by
     floor = f", and above {metric.floor:g}" if metric.floor else ""
-    return f"`{pattern}`", metric.text, by + floor, machine
+    machine = "on the same machine" if metric.machine else "always"
+    return f"`{pattern}`", metric.text, f"{word}{by}{floor}", machine
 
 
 def _latency() -> str:

@@ -225,6 +225,10 @@ class Rough(Inverse):
         return 1.001 / divisor
 
 
+class Tolerant(Rough):
+    tolerance = 1e-2
+
+
 class Negate(Rough):
     def factor(self, divisor: float) -> float:
         return -1 / divisor
@@ -243,7 +247,8 @@ class Raise(Inverse):
 def entry(model: str = "Net", **fields: Any) -> Entry:
     shape = {"x": {"shape": [5, 4]}}
     path = f"{__name__}.{model}"
-    return Entry.model_validate({"name": "net", "model": path, "sizes": "fixed", "inputs": shape, **fields})
+    sizes = {} if "dynamic_shapes" in fields else {"sizes": "fixed"}
+    return Entry.model_validate({"name": "net", "model": path, "inputs": shape, **sizes, **fields})
 
 
 def run(check: Check, pass_: type[Transformation] | None = None, **fields: Any) -> Finding:

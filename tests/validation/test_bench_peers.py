@@ -1,9 +1,9 @@
 """The benchmark of peers: who runs gives what the model gives, who cannot is left out with a line, and the reports say so."""
 
 import math
+import re
 import shutil
 import sys
-import time
 
 import pandas as pd
 import pytest
@@ -11,26 +11,22 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from tests.validation.dying import dies
-from validation.bench import engine_rows, machine, memory
+from tests.validation.small_workloads import SMALL
+from validation.bench import engine_rows, machine, peers, workloads
 from validation.bench.__main__ import app
-from validation.bench.engine_rows import Row, compare, exactness, in_float64
+from validation.bench.engine_rows import compare, exactness, in_float64
 from validation.bench.engines import (
     AGAIN,
     EAGER,
     PRECISIONS,
-    Flat,
     Prepared,
-    Unavailable,
     eager,
     engines,
     fresh,
     tensors,
 )
-from validation.bench.memory import FirstCall, first_call_alone
-from validation.bench.peers import document, plot, replaced
-from validation.bench.workloads import Workload, build
-from validation.timing import cores
+from validation.bench.peers import document
+from validation.bench.workloads import Workload
 
 TWO_LAYERS = "two layers"
 
@@ -55,51 +51,21 @@ def test_an_engine_gives_what_the_model_gives(precision, name, model):
     for package in ("onnxruntime", "onnxscript", "openvino"):
         if name.lower().startswith(package[:4]):
             pytest.importorskip(package)
-    workload = two_layers() if model == TWO_LAYERS else build(model, small=True)
+    workload = two_layers() if model == TWO_LAYERS else SMALL[model]()
     state = {key: value.clone() for key, value in workload.model.state_dict().items()}
     with torch.no_grad():
-        expected = tensors(workload.model(**fresh(workload.inputs)))
         prepared = engines(precision, 2)[name](workload.model, workload.inputs, 1)
         with torch.compiler.set_stance("fail_on_recompile"):
             for _ in range(3):  # a cache has not grown meanwhile
                 outputs = tensors(prepared.run(prepared.feed(workload.inputs)))
-    found = exactness(outputs, expected, in_float64(workload))
-    assert found["error"] < {"float32": 1e-5, "bfloat16": 0.05, "int8": 0.2}[precision]
-    assert found["cosine"] > 0.99
+    error, cosine = exactness(outputs, in_float64(workload))
+    assert error < {"float32": 1e-5, "bfloat16": 0.05, "int8": 0.2}[precision]
+    assert cosine > 0.99
     after = workload.model.state_dict()
     assert all(torch.equal(value, after[key]) for key, value in state.items())
 
 
-UNABLE = {"OpenVINO int8": "it needs data to calibrate on", "fxopt int8": "`fxopt.optimize` has no int8"}
-
-
-def test_torch_compile_does_not_change_the_settings_of_others():
-    before = torch._inductor.config.freezing, torch._inductor.config.force_disable_caches
-    with pytest.raises(TypeError):
-        engines("float32", 1)["torch.compile"](nn.Linear(2, 2), {"input": None}, 1)
-    assert (torch._inductor.config.freezing, torch._inductor.config.force_disable_caches) == before
-
-
-@pytest.mark.long
-def test_threads_of_onnxruntime_do_not_spin(monkeypatch):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    sessions = []
-    session = onnxruntime.InferenceSession
-
-    def recorded(*args, **kwargs):
-        sessions.append(session(*args, **kwargs))
-        return sessions[-1]
-
-    monkeypatch.setattr(onnxruntime, "InferenceSession", recorded)
-    workload = two_layers()
-    for name in ("onnxruntime", "onnxruntime, spinning"):
-        engines("float32", 2)[name](workload.model, workload.inputs, 2)
-    spins = [
-        found.get_session_options().get_session_config_entry("session.intra_op.allow_spinning")
-        for found in sessions
-    ]
-    assert spins == ["0", "1"]
-    assert [found.get_session_options().intra_op_num_threads for found in sessions] == [2, 2]
+UNABLE = {"fxopt int8": "`fxopt.optimize` has no int8"}
 
 
 def test_an_engine_that_is_not_installed_is_left_out_with_a_line(monkeypatch, hasty):
@@ -107,7 +73,7 @@ def test_an_engine_that_is_not_installed_is_left_out_with_a_line(monkeypatch, ha
     rows = _compared({EAGER: eager, AGAIN: eager, "OpenVINO": engines("float32", 1)["OpenVINO"]})
     assert [row.engine for row in rows] == [EAGER, AGAIN, "OpenVINO"]
     assert rows[2].reason == "openvino is not installed (the extra `peers` brings it)"
-    text = document(_table(rows))
+    text = "\n".join(document(pd.DataFrame(map(vars, rows))))
     assert "- Left out: OpenVINO: openvino is not installed" in text
     assert "| OpenVINO" not in text
 
@@ -124,126 +90,27 @@ def test_an_engine_that_gives_something_else_is_left_out(hasty):
     assert rows[2].error == math.inf
 
 
-def test_first_calls_in_other_processes_stand_in_the_rows(hasty):
-    def alone(name):
-        if name == AGAIN:
-            raise Unavailable("it died")
-        return FirstCall(2.5, 3e6, 4e6)
-
-    rows = _compared({EAGER: eager, AGAIN: eager}, alone=alone)
-    assert (rows[0].first_call_s, rows[0].resident_mb, rows[0].peak_mb) == (2.5, 3, 4)
-    assert rows[1].reason == "it died"
-
-
-@pytest.mark.long
-def test_a_first_call_alone():
-    found = first_call_alone("resnet", True, "float32", EAGER, 1)
-    assert found.seconds > 0
-    assert 5e7 < found.resident <= found.peak or sys.platform != "linux"
-
-
-@pytest.mark.long
-def test_a_first_call_that_fails_ends_its_process_or_takes_too_long(monkeypatch):
-    class Connection(list):
-        send = list.append
-
-    memory._answer(answers := Connection(), "resnet", True, "int8", "OpenVINO int8", 1)
-    assert answers == ["OpenVINO takes int8 from models that NNCF has quantized, with data to calibrate on"]
-    monkeypatch.setattr(memory, "PATIENCE", 0.0)
-    with pytest.raises(Unavailable, match="no result after 0 seconds"):
-        first_call_alone("resnet", True, "float32", EAGER, 1)
-    monkeypatch.setattr(memory, "PATIENCE", 60.0)
-    monkeypatch.setattr(memory, "_answer", dies)
-    with pytest.raises(Unavailable, match="its process ended with exit status 3"):
-        first_call_alone("resnet", True, "float32", EAGER, 1)
-
-
-def test_the_flat_form_takes_and_gives_tensors_alone():
-    workload = build("llama-decode", small=True)
-    leaves = tensors(workload.inputs)
-    assert len(leaves) == 1 + 2 * 2
-    with torch.no_grad():
-        first, second = (Flat(workload.model, workload.inputs)(*leaves) for _ in range(2))
-    assert [t.shape for t in first] == [(1, 1, 32), *[(1, 1, 17, 16)] * 4]
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert workload.inputs["past_key_values"].get_seq_length() == 16
-
-
-def test_operations_are_counted_with_those_of_attention():
-    linear = Workload(nn.Linear(8, 4), {"input": torch.rand(3, 8)})
-    assert linear.flops() == 2 * 3 * 8 * 4
-    bert = build("bert", small=True)
-    layer = 4 * 32 * 32 + 2 * 32 * 64 + 2 * 16 * 32  # of one token: projections, feed-forward, attention
-    assert bert.flops() == 2 * (2 * 16 * layer + 32 * 32)
-
-
 def test_the_peak_of_matrix_products():
     assert 1e8 < machine.gemm_peak((256,), 3) < 1e14
 
 
-def test_exactness_is_of_the_worst_output():
-    exact = [torch.tensor([1.0, -4.0]).double(), torch.ones(2).double()]
-    eager_outputs = [torch.tensor([1.0, -4.0]), torch.ones(2)]
-    found = exactness([torch.tensor([2.0, -4.0]), torch.ones(2)], eager_outputs, exact)
-    assert (found["error"], found["difference"]) == (0.25, 1.0)
-    assert found["cosine"] == pytest.approx(18 / math.sqrt(20 * 17))
-    with pytest.raises(AssertionError, match="differ in structure"):
-        exactness([torch.ones(2)], eager_outputs, exact)
-
-
-def test_other_processes_are_counted_and_our_own_work_is_not(monkeypatch):
-    clock = iter([(0.0, 0.0, 0.0), (2.0, 3.0, 1.0), (2.0, 1.0, 3.0)])
-    monkeypatch.setattr(machine.Others, "_now", staticmethod(lambda: next(clock)))
-    others = machine.Others()
-    assert others.cores() == 1.0
-    assert others.cores() == 0.0  # never below
-    monkeypatch.undo()
-    others, end = machine.Others(), time.process_time() + 0.5
-    while time.process_time() < end:
-        pass
-    assert others.cores() < cores()
-
-
-def test_the_report_has_the_machine_the_mark_and_a_ratio_of_eager_to_itself():
-    busy = _rows(idle=False, busy_during=1.5)
-    text = document(_table(busy + _rows(threads=2)))
-    assert (
-        "## bert, float32, 1 thread\n\n⚠️ **The machine was not idle**: other processes used 1.5 cores" in text
-    )
-    assert "| eager, again ⚠️ | 10.00 | 1.01 (0.99 to 1.03) |" in text
-    assert "| eager, again | 10.00 | 1.01 (0.99 to 1.03) |" in text
-    assert "| machine | a processor, 2 cores |" in text
-    assert "| idle | no, see the marks ⚠️ |" in text
-    assert text.count("⚠️ **") == 1
-    mark = "⚠".encode()
-    assert mark in plot(_table(busy))
-    assert mark not in plot(_table(_rows()))
-
-
-def test_measuring_anew_replaces_the_rows_of_that_case_alone():
-    old = _table(_rows() + _rows(threads=2))
-    table = replaced(old, _table(_rows(threads=2, median_ms=1.0)))
-    assert list(table["threads"]) == [1, 1, 2, 2]
-    assert list(table["median_ms"]) == [10, 10, 1, 1]
-    assert len(replaced(pd.DataFrame(), old)) == 4
-
-
 @pytest.mark.long
-def test_the_command_writes_its_reports(tmp_path, hasty):
-    arguments = ["peers", "--small", "--models", "res", "--threads", "1", "--rounds", "2", "--seconds", "0"]
-    result = CliRunner().invoke(
-        app, [*arguments, "--engine", "torch.jit,torch.fx", "--no-memory", "--out", str(tmp_path)]
-    )
+def test_the_command_writes_its_reports(tmp_path, hasty, monkeypatch):
+    chosen = {
+        name: made for name, made in engines("float32", 1).items() if name in (EAGER, AGAIN, "torch.jit")
+    }
+    monkeypatch.setattr(peers, "engines", lambda precision, threads: chosen)
+    for module in (peers, workloads):
+        monkeypatch.setattr(module, "WORKLOADS", SMALL)
+    arguments = ["peers", "--models", "res", "--threads", "1", "--rounds", "2", "--seconds", "0"]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     table = pd.read_parquet(tmp_path / "peers.parquet")
-    assert list(table["engine"]) == [EAGER, AGAIN, "torch.jit", "torch.fx"]
-    assert list(table["rounds"]) == [2, 2, 2, 0]
-    assert (table["speedup"][:3] > 0).all()
-    assert table["reason"][3].startswith("TraceError")
+    assert list(table["engine"]) == [EAGER, AGAIN, "torch.jit"]
+    assert list(table["rounds"]) == [2, 2, 2]
+    assert (table["speedup"] > 0).all()
     text = (tmp_path / "peers.md").read_text()
     assert "## resnet, float32, 1 thread" in text
-    assert "Left out: torch.fx: TraceError" in text
-    assert (tmp_path / "peers.svg").read_text().startswith("<svg")
 
 
 @pytest.mark.parametrize(
@@ -267,38 +134,30 @@ def two_layers():
 
 @pytest.fixture
 def hasty(monkeypatch):
-    """Spares the rest before a comparison and most of the matrix products."""
-    monkeypatch.setattr(engine_rows, "cores_of_others", lambda: 0.0)
+    """Spares most of the matrix products."""
     monkeypatch.setattr(engine_rows, "gemm_peak", lambda: machine.gemm_peak((64,), 1))
 
 
-def _compared(chosen, **options):
+def _compared(chosen):
     case = ("resnet", "float32", 1)
-    return compare(case, build("resnet", small=True), chosen, rounds=2, seconds=0.0, say=len, **options)
+    return compare(case, SMALL["resnet"](), chosen, rounds=2, seconds=0.0, say=len)
 
 
-def _rows(**changes):
-    numbers = {
-        "rounds": 10,
-        "median_ms": 10.0,
-        "speedup": 1.01,
-        "speedup_low": 0.99,
-        "speedup_high": 1.03,
-        "gflops": 5.0,
-        "gemm_gflops": 50.0,
-        "busy_before": 0.0,
-        "busy_during": 0.0,
-    }
-    case = {"model": "bert", "precision": "float32", "threads": 1}
-    return [Row(engine=name, **case | numbers | changes) for name in (EAGER, AGAIN)]
+def test_exactness_is_of_the_worst_output():
+    exact = [torch.tensor([1.0, -4.0]).double(), torch.ones(2).double()]
+    error, cosine = exactness([torch.tensor([2.0, -4.0]), torch.ones(2)], exact)
+    assert (error, cosine) == (0.25, pytest.approx(18 / math.sqrt(20 * 17)))
+    with pytest.raises(AssertionError, match="differ in structure"):
+        exactness([torch.ones(2)], exact)
 
 
-def _table(rows):
-    shared = {
-        "machine": "a processor, 2 cores",
-        "instructions": "avx2",
-        "versions": "torch",
-        "settings": "none",
-    }
-    now = pd.Timestamp.now(tz="UTC")
-    return pd.DataFrame(map(vars, rows)).assign(system="", commit="", started=now, alone=False, **shared)
+def test_the_report_marks_a_busy_machine_and_has_a_ratio_of_eager_to_itself(hasty):
+    rows = _compared({EAGER: eager, AGAIN: eager})
+    for busy, marks in ((1.5, 1), (0.0, 0)):
+        table = pd.DataFrame(map(vars, rows)).assign(
+            busy=busy, speedup=1.01, speedup_low=0.99, speedup_high=1.03
+        )
+        text = "\n".join(document(table))
+        assert text.startswith("## resnet, float32, 1 thread")
+        assert text.count("⚠️ **The machine was not idle**") == marks
+        assert re.search(r"^\| eager, again \| [\d.]+ \| 1.01 \(0.99 to 1.03\) \|", text, re.M)

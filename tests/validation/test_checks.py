@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
+from torch.fx import GraphModule, Node
 
+import fxopt
 from fxopt import Transformation
 from tests.validation.planted import (
     AlmostInverse,
@@ -26,14 +31,15 @@ from tests.validation.planted import (
     Rough,
     RoundUnmarked,
     RoundWeights,
+    Tolerant,
     Unmarked,
     run,
     run_pipeline,
 )
 from validation import checks
-from validation.checks import accuracy
 from validation.judging import subject
 from validation.judging.comparison import difference
+from validation.judging.rewritten import sites_of
 from validation.judging.subject import Subject
 from validation.records import Check, Outcome
 
@@ -64,7 +70,7 @@ def test_parity_fails_when_the_graph_computes_something_else(monkeypatch: pytest
 
 @pytest.mark.parametrize(("model", "outcome"), [("Net", Outcome.PASS), ("OneSize", Outcome.FAIL)])
 def test_sizes_that_are_said_to_be_free_are_tried(model: str, outcome: Outcome) -> None:
-    free = {"dynamic_shapes": {"x": {0: "rows"}}, "dims": {"rows": {"min": 4, "max": 6}}}
+    free = {"dynamic_shapes": {"x": {0: "rows"}}}
     finding = run(Check.PARITY, model=model, **free)
     assert finding.outcome is outcome, finding.reason
     assert finding.reason.startswith("the graph was captured for other sizes" if model == "OneSize" else "")
@@ -94,10 +100,11 @@ def test_an_output_that_is_not_finite_fails() -> None:
 
 @pytest.mark.parametrize("pass_", [Inverse, ReplaceFirst])
 def test_equivalence_passes_a_right_rewrite(pass_: type[Transformation]) -> None:
-    finding = run(Check.EQUIVALENCE, pass_, dtypes=["float32", "bfloat16"])
+    finding = run(Check.EQUIVALENCE, pass_, dtype="bfloat16")
     assert finding.outcome is Outcome.PASS, finding.reason
     assert finding.measurements["relative_error_float64"] <= 1e-15
-    assert finding.measurements["relative_error"] < 1e-5 < finding.measurements["relative_error_bfloat16"]
+    assert finding.measurements["relative_error"] > 1e-5
+    assert run(Check.EQUIVALENCE, pass_).measurements["relative_error"] < 1e-5
 
 
 @pytest.mark.parametrize("pass_", [AlmostInverse, ForgetBias, ForgetBatchNorm])
@@ -108,25 +115,10 @@ def test_equivalence_fails_a_wrong_rewrite(pass_: type[Transformation]) -> None:
     assert "was taken back: " in finding.reason
 
 
-@pytest.mark.parametrize(
-    ("error", "expires", "outcome"),
-    [
-        (1e-6, "2999-01-01", Outcome.PASS),
-        (1e-8, "2999-01-01", Outcome.FAIL),
-        (1e-6, "2026-01-01", Outcome.FAIL),
-    ],
-)
-def test_a_tolerance_of_the_zoo_holds_for_its_pipeline_until_it_expires(
-    error: float, expires: str, outcome: Outcome
-) -> None:
-    said = {
-        "pipeline": "AlmostInverse",
-        "relative_error": error,
-        "reason": "a divisor in float32",
-        "expires": expires,
-    }
-    finding = run(Check.EQUIVALENCE, AlmostInverse, tolerances=[said])
-    assert finding.outcome is outcome
+@pytest.mark.parametrize(("error", "outcome"), [(1e-6, Outcome.PASS), (1e-8, Outcome.FAIL)])
+def test_a_tolerance_of_the_zoo_holds_for_its_pipeline(error: float, outcome: Outcome) -> None:
+    said = {"pipeline": "AlmostInverse", "relative_error": error, "reason": "a divisor in float32"}
+    assert run(Check.EQUIVALENCE, AlmostInverse, tolerances=[said]).outcome is outcome
     other = run(Check.EQUIVALENCE, AlmostInverse, tolerances=[{**said, "pipeline": "Inverse"}])
     assert other.outcome is Outcome.FAIL
 
@@ -139,8 +131,8 @@ def test_round_trip_passes_an_exact_undo() -> None:
     finding = run(Check.ROUND_TRIP, Inverse)
     assert finding.outcome is Outcome.PASS
     assert finding.measurements["values_compared"] > 50
-    both = run(Check.ROUND_TRIP, Inverse, dtypes=["float32", "bfloat16"])
-    assert both.measurements["values_compared"] == 2 * finding.measurements["values_compared"]
+    half = run(Check.ROUND_TRIP, Inverse, dtype="bfloat16")
+    assert half.measurements["values_compared"] == finding.measurements["values_compared"]
 
 
 def test_round_trip_undoes_in_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +153,6 @@ def test_effect_counts_what_was_done() -> None:
     assert finding.outcome is Outcome.PASS
     assert (measured["sites"], measured["refused"]) == (1, 0)
     assert measured["nodes_before"] - measured["nodes_after"] == 1
-    assert measured["modules_before"] - measured["modules_after"] == 1
 
 
 @pytest.mark.parametrize(
@@ -239,29 +230,49 @@ def test_effect_says_why_most_sites_were_refused() -> None:
 
 
 def test_accuracy_measures_a_small_change() -> None:
-    finding = run(Check.ACCURACY, Rough)
+    finding = run(Check.ACCURACY, Tolerant)
     assert finding.outcome is Outcome.PASS
     assert finding.measurements["agreement"] == 1
     assert finding.measurements["relative_error"] == pytest.approx(1e-3, rel=1e-2)
-    assert run(Check.ACCURACY, Rough, dtypes=["float32", "bfloat16"]).measurements["agreement_bfloat16"] == 1
+    assert run(Check.ACCURACY, Tolerant, dtype="bfloat16").measurements["agreement"] == 1
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "problem"),
-    [
-        (0.95, 0.94, []),
-        (0.95, 0.9, ["the share of right answers fell from 95.0% to 90.0%"]),
-        (0.5, 0.5, ["the model did not learn its task: 50.0% right"]),
-    ],
-)
-def test_accuracy_judges_a_task_that_was_learned(before: float, after: float, problem: list[str]) -> None:
-    assert accuracy._task_problems(before, after) == problem
+def test_a_pass_that_moves_the_outputs_and_states_no_tolerance_is_not_found_right() -> None:
+    finding = run(Check.ACCURACY, Rough)
+    assert finding.outcome is Outcome.UNJUDGED
+    assert finding.reason == "the outputs moved by 0.001 of their norm; Rough states no `tolerance`"
+    said = {"pipeline": "Rough", "relative_error": 1e-2, "reason": "a coarse divisor"}
+    assert run(Check.ACCURACY, Rough, tolerances=[said]).outcome is Outcome.PASS
+
+
+def test_sites_are_those_that_a_pass_rewrote_whatever_it_marks() -> None:
+    for pairs in (1, 2, 5):
+        layers = [layer for _ in range(pairs) for layer in (nn.Linear(4, 4), nn.ReLU(), nn.ReLU())]
+        graph = fxopt.trace(nn.Sequential(*layers).eval(), (torch.randn(2, 4),))
+        pass_ = RemoveRepeatedReLU()
+        assert sites_of(pass_, graph, pass_(copy.deepcopy(graph))) == pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoveRepeatedReLU(fxopt.ReversibleRewrite):
+    """Its `apply` returns nothing, so that no node is marked."""
+
+    preserves_computation = True
+
+    def match(self, graph_module: GraphModule) -> Iterator[Node]:
+        calls = graph_module.graph.find_nodes(op="call_module")
+        relus = [node for node in calls if type(graph_module.get_submodule(node.target)) is nn.ReLU]
+        yield from (node for node in relus if node.all_input_nodes[0] in relus)
+
+    def apply(self, rewriter: fxopt.Rewriter, site: Node) -> None:
+        rewriter.replace_uses(site, site.all_input_nodes[0])
+        rewriter.erase(site)
 
 
 @pytest.mark.parametrize(
     ("pass_", "model", "reason"),
     [
-        (Negate, "Net", "cosine with the original is -1"),
+        (Negate, "Net", "moved by 2 of their norm, the limit is 0.01"),
         (Overflow, "Net", "not finite where the original is"),
         (Rough, "NotFinite", "output is not finite"),
     ],

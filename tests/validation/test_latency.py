@@ -11,7 +11,6 @@ import torch
 from torch.fx import GraphModule
 
 from tests.validation.planted import Idle, Inverse, Raise, entry
-from validation import timing
 from validation.checks import latency
 from validation.judging.subject import Subject
 from validation.records import Outcome
@@ -34,7 +33,7 @@ PASSES = {"Inverse": Inverse, "Slow": Slow, "Idle": Idle, "Raise": Raise}
 @pytest.fixture
 def subject() -> Subject:
     passes = {name: make() for name, make in PASSES.items()}
-    return Subject(entry(engines=[]), "cpu", passes, timing=0.3)
+    return Subject(entry(), "cpu", passes, timing=0.3)
 
 
 def test_all_arms_are_in_the_same_rounds_once(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +47,6 @@ def test_all_arms_are_in_the_same_rounds_once(subject: Subject, monkeypatch: pyt
     assert next(calls) == 1
     assert len({row.measurements["latency_pairs"] for row in rows.values()}) == 1
     assert len({row.measurements["latency_ratio_floor"] for row in rows.values()}) == 1
-    assert len({row.measurements["latency_eager_ms"] for row in rows.values()}) == 1
     assert (
         rows["Inverse"].measurements["latency_baseline_ms"] == rows[""].measurements["latency_transformed_ms"]
     )
@@ -59,10 +57,7 @@ def test_what_is_slower_is_called_so_and_what_is_the_same_is_not(subject: Subjec
     assert subject.facts["latency_effect"] == "slower"
     assert slow["latency_ratio_low"] <= slow["latency_ratio"] <= slow["latency_ratio_high"]
     assert slow["latency_transformed_ms"] >= 10
-    assert slow["latency_transformed_p90_ms"] >= slow["latency_transformed_ms"]
-    assert slow["latency_ratio_eager"] == pytest.approx(
-        slow["latency_transformed_ms"] / slow["latency_eager_ms"], rel=0.5
-    )
+    assert slow["latency_ratio_eager"] > 1
 
 
 def test_the_a_a_floor_hides_what_is_smaller(subject: Subject) -> None:
@@ -89,33 +84,15 @@ def test_a_pass_without_a_site_or_with_an_error_costs_its_own_arm_alone(subject:
 
 
 def test_a_model_that_is_trained_when_it_is_made_is_timed(subject: Subject) -> None:
-    trained = Subject(entry("Trained", engines=[]), "cpu", subject.passes, timing=0.3)
+    trained = Subject(entry("Trained"), "cpu", subject.passes, timing=0.3)
     assert latency.check(trained, ("Inverse",)).outcome is Outcome.PASS
 
 
-def test_rounds_end_when_intervals_are_narrow_or_the_budget_is_spent() -> None:
+def test_rounds_end_when_intervals_are_narrow() -> None:
     same = {name: [1.0, 2.0, 3.0] * 5 for name in ("eager", "captured", "Slow")}
     assert latency.narrow(same)
-    assert latency.Measured(same, 1, {}, {}).stopped == "intervals below 2%"
     wide = same | {"Slow": [1.0, 2.1, 2.9, 3.0, 0.9] * 3}
     assert not latency.narrow(wide)
-    assert latency.Measured(wide, 1, {}, {}).stopped == "budget spent: 8 s, or 200 rounds"
-
-
-def test_threads_are_those_of_timing_and_come_back(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency, "timing_threads", lambda: 2)
-    torch.set_num_threads(1)
-    assert latency.check(subject, ("Inverse",)).measurements["timing_threads"] == 2
-    assert torch.get_num_threads() == 1
-
-
-def test_a_gpu_is_waited_for_before_and_after_each_run() -> None:
-    assert timing.synchronise("cuda") is torch.cuda.synchronize
-    waits: list[int] = []
-    turn = latency._turn(lambda: None, lambda: waits.append(1))
-    before = len(waits)
-    turn()
-    assert len(waits) == before + 2
 
 
 def test_the_peak_of_memory_is_what_lives_at_once() -> None:
@@ -126,22 +103,3 @@ def test_the_peak_of_memory_is_what_lives_at_once() -> None:
         return second + 1
 
     assert latency.peak_mb(run, "cpu") == pytest.approx(2.0, rel=0.01)
-
-
-def test_other_engines_are_beside_the_model_or_left_out_with_the_reason(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def compiled(model, inputs, threads):
-        return latency.engines.eager(model, inputs, threads)
-
-    def onnxruntime(model, inputs, threads):
-        raise ModuleNotFoundError("no onnxruntime", name="onnxruntime")
-
-    monkeypatch.setattr(latency.engines, "compiled", compiled)
-    monkeypatch.setattr(latency.engines, "onnxruntime", onnxruntime)
-    both = Subject(entry(engines=["torch.compile", "onnxruntime"]), "cpu", subject.passes, timing=0.3)
-    measured = latency.check(both, ()).measurements
-    assert measured["latency_torch_compile_ms"] > 0
-    assert measured["latency_ratio_torch_compile_low"] <= measured["latency_ratio_torch_compile_high"]
-    assert not any("onnx" in name for name in measured)
-    assert both.facts["engines_left_out"].startswith("onnxruntime: onnxruntime is not installed")

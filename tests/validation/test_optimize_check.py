@@ -8,7 +8,6 @@ import torch
 from fxopt.optimizing import prepare
 from validation.judging.subject import Subject
 from validation.records import Case, Check, Outcome
-from validation.regressions.trend import latencies
 from validation.report.pipelines import optimized
 from validation.running.run import Runner
 from validation.store.table import table_of
@@ -64,20 +63,6 @@ def test_a_model_without_a_graph_says_why(monkeypatch, run):
     assert record.facts["eager"] == "the graph is slower than eager"
     rows = optimized(table_of([record], run).to_pandas())
     assert rows["no graph, or another precision"].tolist() == ["the graph is slower than eager"]
-
-
-def test_the_speed_up_is_judged_over_nights(run):
-    record = run_one("optimize")
-    record.measurements["latency_ratio_eager"] = 0.5
-    tables = []
-    for night in range(6):
-        record.measurements["latency_ratio_eager"] = 0.5 if night < 4 else 0.9
-        tables.append(
-            table_of([record], run)
-            .to_pandas()
-            .assign(run=f"{night}", started=night, latency_ratio=None, busy_percent=0.0)
-        )
-    assert latencies(tables)["id"].tolist() == [record.case.id]
 
 
 def test_it_is_no_matter_which_subject_asks():

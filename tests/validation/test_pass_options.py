@@ -1,8 +1,9 @@
-"""Passes with options and named pipelines in a zoo file, and models some of whose sizes are free."""
+"""Passes and named pipelines in a zoo file, and models some of whose sizes are free."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import runpy
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from fxopt import ChangePrecision, PackLinears, Transformation
+from fxopt import Transformation
 from tests.validation.planted import Inverse, entry
 from validation.judging import repro
 from validation.records import Case, Check, Outcome
@@ -19,14 +20,14 @@ from validation.running.run import Runner
 from validation.zoo import plan
 from validation.zoo.build import named_shapes
 from validation.zoo.entry import Entry
-from validation.zoo.passes import ZooError, passes_of
+from validation.zoo.passes import passes_of
 from validation.zoo.sources import load_zoo
+from validation.zoo.yaml_file import ZooError
 
 MODEL = """
 models:
   - {name: net, model: tests.validation.planted.Net, sizes: fixed, inputs: {x: {shape: [5, 4]}}}
 """
-HALF = "ChangePrecision_dtype_float16"
 
 
 def zoo(folder: Path, text: str) -> Path:
@@ -51,77 +52,31 @@ class Scale(Transformation):
 SCALE = f"{__name__}.Scale"
 
 
-def test_options_become_those_of_the_pass_and_its_name(tmp_path: Path) -> None:
-    file = zoo(
-        tmp_path,
-        "passes:\n  - {ChangePrecision: {dtype: float16, keep_float32: [first, norm]}}\n"
-        f"  - {{PackLinears: {{tune: true}}}}\n  - {{{SCALE}: {{by: 3}}}}",
-    )
-    passes = passes_of(file)
-    wanted = ChangePrecision(dtype=torch.float16, keep_float32=("first", "norm"))
-    assert passes["ChangePrecision_dtype_float16_keep_float32_first_norm"] == wanted
-    assert passes["PackLinears_tune_True"] == PackLinears(tune=True)
-    assert passes["Scale_by_3"] == Scale(3)
-    assert passes["ChangePrecision"] == ChangePrecision()
-
-
 @pytest.mark.parametrize(
-    ("text", "line", "what"),
+    ("text", "what"),
     [
-        ("passes:\n  - {ChangePrecison: {dtype: float16}}", 2, "passes.0: no such pass: 'ChangePrecison'"),
-        (
-            "passes:\n  - {ChangePrecision: {dtyp: x}}",
-            2,
-            "passes.0.ChangePrecision.dtyp: ChangePrecision has no",
-        ),
-        (
-            "passes:\n  - ChangePrecision:\n      dtype: 16",
-            3,
-            "passes.0.ChangePrecision.dtype: 16 is no torch.dtype",
-        ),
-        ("passes:\n  - {ChangePrecision: {dtype: float15}}", 2, "'float15' is no torch.dtype"),
-        (
-            "passes:\n  - {ChangePrecision: {dtype: float32}}",
-            2,
-            "passes.0.ChangePrecision: dtype is torch.float32",
-        ),
-        (
-            "passes:\n  - {PackLinears: {tune: often}}",
-            2,
-            "passes.0.PackLinears.tune: 'often' is no Union[bool, Literal['known']]",
-        ),
-        ("passes:\n  - {MergeLinears: {tune: true}}", 2, "has no such option; it has none"),
-        ("passes:\n  - {ChangePrecision: {}}", 2, "passes.0: a pass is its name"),
-        ("passes:\n  - {A: {b: 1}, B: {c: 1}}", 2, "passes.0: a pass is its name"),
-        ("passes:\n  - 3", 2, "passes.0: a pass is its name"),
-        (f"passes:\n  - {{{SCALE}: {{by: 0}}}}", 2, "by is 0: give another number"),
-        (f"passes:\n  - {{{SCALE}s: {{by: 1}}}}", 2, "is no pass"),
-        ("passes:\n  - {nowhere.Pass: {by: 1}}", 2, "nowhere cannot be imported: ModuleNotFoundError"),
-        ("passes:\n  - {torch.nn.Linear: {bias: true}}", 2, "torch.nn.Linear is no pass"),
-        (f"passes:\n  - {SCALE}", 2, "no pass that takes no arguments"),
-        ("pipelines:\n  half: [MergeLinears, ChangePrecison]", 2, "pipelines.half.1: no such pass"),
-        (
-            "passes:\n  - {ChangePrecision: {keep_float32: [a b]}}\n  - {ChangePrecision: {keep_float32: [a_b]}}",
-            3,
-            "another pass has the name",
-        ),
+        ("passes: [ChangePrecison]", "passes.0: no such pass: 'ChangePrecison'"),
+        (f"passes: [{SCALE}s]", "passes.0: .*has no class 'Scales'"),
+        ("passes: [nowhere.Pass]", "nowhere.Pass.* cannot be imported: ModuleNotFoundError"),
+        ("passes: [torch.nn.Linear]", "torch.nn.Linear.* no pass"),
+        (f"passes: [{SCALE}]", "no pass that takes no arguments"),
+        ("pipelines: {half: [MergeLinears, ChangePrecison]}", "pipelines.half.1: no such pass"),
     ],
 )
-def test_a_wrong_pass_is_one_line_with_its_place(tmp_path: Path, text: str, line: int, what: str) -> None:
+def test_a_wrong_pass_is_one_line_with_its_place(tmp_path: Path, text: str, what: str) -> None:
     with pytest.raises(ZooError) as raised:
         passes_of(zoo(tmp_path, text))
     (said,) = str(raised.value).splitlines()
-    assert f"zoo.yaml:{line}: " in said
-    assert what in said
+    assert said.startswith(f"{tmp_path}/zoo.yaml: ")
+    assert re.search(what, said), said
 
 
 def test_a_named_pipeline_is_planned_checked_and_measured_by_its_passes(tmp_path: Path) -> None:
     own = f"{Inverse.__module__}.Inverse"
-    file = zoo(tmp_path, f"pipelines: {{deploy: [{own}, {{ChangePrecision: {{dtype: float16}}}}]}}")
+    file = zoo(tmp_path, f"pipelines: {{deploy: [{own}, ChangePrecision]}}")
     passes = passes_of(file)
     (net,) = load_zoo(file, passes)
-    assert plan.members(net, ("deploy",), passes) == ("Inverse", HALF)
-    assert HALF not in plan.members(net, ("all",), passes)
+    assert plan.members(net, ("deploy",), passes) == ("Inverse", "ChangePrecision")
     cases = [case for case in plan.plan([net], passes, ["cpu"]) if case.pipeline == ("deploy",)]
     assert {case.check for case in cases} == {
         *(Check.EFFECT, Check.ACCURACY, Check.ROUND_TRIP, Check.USABLE, Check.LATENCY)
@@ -130,7 +85,6 @@ def test_a_named_pipeline_is_planned_checked_and_measured_by_its_passes(tmp_path
     found = {case.check: runner.run(case) for case in cases if case.check is not Check.LATENCY}
     assert {record.outcome for record in found.values()} == {Outcome.PASS}, found
     assert found[Check.EFFECT].measurements["sites"] > 1
-    assert '["Inverse", 1,' in found[Check.ACCURACY].facts["steps"]
 
 
 class Lengths(nn.Module):
@@ -148,7 +102,6 @@ FREE = {
     "model": f"{__name__}.Lengths",
     "inputs": {"x": {"shape": [2, 8, 4]}},
     "dynamic_shapes": {"x": {0: "batch", 1: "length"}},
-    "dims": {"length": {"min": 2, "max": 16}},
 }
 
 
@@ -170,11 +123,10 @@ class BakesLength(Transformation):
         return graph_module
 
 
-def test_named_dimensions_are_free_within_their_limits() -> None:
+def test_named_dimensions_are_free() -> None:
     record = Runner([free()], {}).run(Case("lengths", (), "cpu", Check.PARITY))
     assert record.outcome is Outcome.PASS, record.reason
-    length = named_shapes(free())["x"][1]
-    assert (length.__name__, length.min, length.max) == ("length", 2, 16)
+    assert named_shapes(free())["x"][1].__name__ == "length"
     wrong = Case("lengths", ("Bakes",), "cpu", Check.EQUIVALENCE)
     record = Runner([free()], {"Bakes": BakesLength()}).run(wrong)
     assert record.outcome is Outcome.ERROR
@@ -182,8 +134,8 @@ def test_named_dimensions_are_free_within_their_limits() -> None:
 
 
 def test_the_script_of_a_failure_has_the_named_dimensions(tmp_path: Path) -> None:
-    text = repro.script(Case("lengths", (), "cpu", Check.PARITY), "why", free(), "float32", [])
-    assert "'length': torch.export.Dim('length', min=2, max=16)" in text
+    text = repro.script(Case("lengths", (), "cpu", Check.PARITY), "why", free(), [], 0.0)
+    assert "'length': torch.export.Dim('length')" in text
     (tmp_path / "script.py").write_text(text)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(tmp_path / "script.py"))
@@ -192,6 +144,10 @@ def test_the_script_of_a_failure_has_the_named_dimensions(tmp_path: Path) -> Non
 
 def test_the_content_of_a_case_has_its_free_dimensions_and_options() -> None:
     case = Case("lengths", ("P",), "cpu", Check.EFFECT)
-    made = {plan.content(case, each, {"P": Scale(by)}) for each in (free(), free(dims={})) for by in (1, 2)}
+    made = {
+        plan.content(case, each, {"P": Scale(by)})
+        for each in (free(), free(dynamic_shapes={"x": {0: "batch"}}))
+        for by in (1, 2)
+    }
     assert len(made) == 4
     assert entry().dynamic_shapes == {}

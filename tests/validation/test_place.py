@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from tests.validation.test_harness import ONE_PASS, Harness, harness
 from tests.validation.test_resume import RESUMABLE, table
 from validation.commands.cli import app
-from validation.records import Outcome, Record
+from validation.records import Record
 from validation.store import Place, ReportError, Run, place, table_of, write_table
 
 __all__ = ["harness"]
@@ -170,30 +170,18 @@ def test_what_could_not_be_sent_is_kept_and_sent_later(memory: Any, monkeypatch:
     assert not journal.exists()
 
 
-def test_what_others_write_to_the_url_meanwhile_stays(memory: Any) -> None:
-    memory.pipe("/there/running/cut.jsonl", b"a run that was cut")
-    reports = Place("memory://there")
-    memory.pipe("/there/running/other.jsonl", b"another run")
-    (reports.path / "running/cut.jsonl").unlink()
-    reports.send()
-    assert memory.find("/there") == ["/there/running/other.jsonl"]
-
-
-def test_a_run_removes_no_file_that_another_has_written_and_nothing_that_is_kept(memory: Any) -> None:
-    names = ["running/taken.jsonl", "running/gone.jsonl", "history/run.parquet", "baseline/records.parquet"]
+def test_a_run_removes_what_it_fetched_or_sent_and_nothing_that_is_kept(memory: Any) -> None:
+    names = ["running/gone.jsonl", "history/run.parquet", "baseline/records.parquet"]
     for name in names:
         memory.pipe(f"/there/{name}", b"as it was fetched")
     reports = Place("memory://there")
     own = reports.path / "running/own.jsonl"
     own.write_text("as it was sent")
     reports.send()
-    memory.pipe("/there/running/taken.jsonl", b"as another wrote it")
-    memory.pipe("/there/running/own.jsonl", b"as another wrote it")
     for name in [*names, "running/own.jsonl"]:
         (reports.path / name).unlink()
     reports.send()
-    left = {"running/taken.jsonl", "running/own.jsonl", "history/run.parquet", "baseline/records.parquet"}
-    assert set(memory.find("/there")) == {f"/there/{name}" for name in left}
+    assert set(memory.find("/there")) == {f"/there/{name}" for name in names[1:]}
 
 
 def test_a_copy_that_is_gone_takes_nothing_with_it(memory: Any) -> None:
@@ -249,19 +237,8 @@ def test_commands_write_to_no_url_and_say_so(
     assert found.exit_code == 2
     assert "memory://there" in found.stderr
     assert "folder of this machine" in found.stderr
-    assert len(memory.find("/there")) == 2
+    assert len(memory.find("/there")) == 1
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_change_is_accepted_from_a_url(
-    memory: Any, tmp_path: Path, run: Run, records: list[Record]
-) -> None:
-    write_table(table_of(records, run), tmp_path / "here")
-    memory.put(f"{tmp_path}/here/", "/there/latest/", recursive=True)
-    case = next(record.case.id for record in records if record.outcome is Outcome.PASS)
-    places = ["--current", "memory://there/latest", "--baseline", str(tmp_path / "here")]
-    found = CliRunner().invoke(app, ["accept", case, "--reason", "why", *places])
-    assert found.exit_code == 0, found.output
 
 
 def test_a_file_url_is_a_folder_with_its_locks(tmp_path: Path) -> None:

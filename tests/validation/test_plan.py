@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 import torch
@@ -68,11 +67,6 @@ def test_the_plan_is_sorted_stable_and_has_no_case_twice() -> None:
     assert len({case.id for case in cases}) == len(cases)
 
 
-def test_all_ordered_pairs_of_passes_with_sites_are_planned() -> None:
-    pairs = {p for p in pipelines(entry(Exact=1, OneWay=5, Rough=0), PASSES) if len(p) == 2}
-    assert pairs == {("Exact", "OneWay"), ("OneWay", "Exact")}
-
-
 def test_a_pass_without_sites_is_checked_for_its_effect_alone() -> None:
     assert checks(entry(Exact=0), ("Exact",), PASSES) == [Check.EFFECT]
 
@@ -101,29 +95,10 @@ def test_a_pass_that_is_not_recorded_is_planned_in_full_but_not_in_pairs() -> No
     assert members(entry(Rough=None, OneWay=1, Exact=None), ("all",), PASSES) == ("Rough", "OneWay", "Exact")
 
 
-def test_without_a_record_every_pass_is_planned_in_full() -> None:
-    for name in PASSES:
-        assert len(checks(entry(), (name,), PASSES)) >= 3
-    assert pipelines(entry(), PASSES) == [
-        *(("Exact",), ("OneWay",), ("Rough",), ("all",), ("exact",)),
-        *((name,) for name in OPTIMIZED),
-    ]
-
-
 def test_the_full_pipelines_run_in_the_order_of_the_entry() -> None:
     model = entry(Rough=1, OneWay=1, Exact=1)
     assert members(model, ("all",), PASSES) == ("Rough", "OneWay", "Exact")
     assert members(model, ("exact",), PASSES) == ("OneWay", "Exact")
-
-
-def test_a_pass_with_options_is_in_no_full_pipeline_but_one_with_another_name_is() -> None:
-    passes = {"Exact": Exact(), "Exact_v2": Exact(), "ChangePrecision_dtype_float16": ChangePrecision()}
-    assert members(entry(), ("all",), passes) == ("Exact", "Exact_v2")
-
-
-def test_a_full_pipeline_of_one_pass_is_that_pass() -> None:
-    assert ("exact",) not in pipelines(entry(Rough=1, Exact=1, OneWay=0), PASSES)
-    assert ("all",) in pipelines(entry(Rough=1, Exact=1, OneWay=0), PASSES)
 
 
 @pytest.mark.parametrize(
@@ -180,14 +155,6 @@ def test_the_content_of_a_case_is_its_definition_and_its_passes_with_their_optio
     precisions = [{"Change": ChangePrecision(dtype=dtype)} for dtype in (torch.bfloat16, torch.float16)]
     of_pass = Case("model", ("Change",), "cpu", Check.EFFECT)
     assert len({content(of_pass, entry(), passes) for passes in precisions}) == 2
-
-
-def test_a_thousand_entries_are_planned_in_two_seconds() -> None:
-    passes = {f"Pass{number}": Exact() for number in range(14)}
-    entries = [entry(f"model-{number}", **dict.fromkeys(passes, 1)) for number in range(1000)]
-    started = time.process_time()
-    assert len(plan(entries, passes, ["cpu"])) > 200_000
-    assert time.process_time() - started < 2
 
 
 def test_ids_are_readable() -> None:

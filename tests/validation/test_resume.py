@@ -30,13 +30,14 @@ def table(harness: Harness) -> pd.DataFrame:
     return rows[same].drop(columns=["memory_peak_mb", "timing_threads"], errors="ignore").sort_index()
 
 
+CUT = ["-p", "tests.validation.cutting"]
+
+
 @pytest.mark.long
-def test_a_run_whose_budget_is_spent_goes_on_where_it_ended(harness: Harness) -> None:
+def test_a_run_that_was_cut_goes_on_where_it_ended(harness: Harness) -> None:
     assert harness.run(*RESUMABLE, "-n", "1", *ONE_PASS) == pytest.ExitCode.OK
     whole = table(harness)
-    assert (
-        harness.run(*RESUMABLE, "-n", "1", *ONE_PASS, "--fx-budget", "0.001") == pytest.ExitCode.INTERRUPTED
-    )
+    assert harness.run(*RESUMABLE, "-n", "1", *ONE_PASS, *CUT) == pytest.ExitCode.INTERRUPTED
     (journal,) = (harness.folder / "reports/running").glob("*.jsonl")
     done = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
     assert 1 <= len(done) < len(whole)
@@ -52,7 +53,7 @@ def test_a_run_whose_budget_is_spent_goes_on_where_it_ended(harness: Harness) ->
 @pytest.mark.long
 def test_what_is_not_chosen_when_a_run_goes_on_is_not_lost(harness: Harness) -> None:
     options = [*RESUMABLE, "-n", "1", *ONE_PASS]
-    assert harness.run(*options, "--fx-budget", "0.001") == pytest.ExitCode.INTERRUPTED
+    assert harness.run(*options, *CUT) == pytest.ExitCode.INTERRUPTED
     (journal,) = (harness.folder / "reports/running").glob("*.jsonl")
     done = json.loads(journal.read_text().splitlines()[1])["case"]["check"]
     other = "equivalence" if done != "equivalence" else "effect"
@@ -65,7 +66,7 @@ def test_what_is_not_chosen_when_a_run_goes_on_is_not_lost(harness: Harness) -> 
 @pytest.mark.long
 def test_a_model_that_was_changed_since_is_not_resumed(harness: Harness) -> None:
     options = [*RESUMABLE, "-n", "1", *ONE_PASS]
-    assert harness.run(*options, "--fx-budget", "0.001") == pytest.ExitCode.INTERRUPTED
+    assert harness.run(*options, *CUT) == pytest.ExitCode.INTERRUPTED
     (before,) = harness.records()["started"].unique()
     done = harness.records()["seconds"]
     harness.zoo("Good", inputs={"x": {"shape": [3, 4]}})
@@ -122,4 +123,4 @@ def test_bad_options_of_engines_are_one_sentence(harness: Harness, capfd: pytest
     assert harness.run("--fx-address", "localhost:1") == pytest.ExitCode.USAGE_ERROR
     assert "--fx-address: only with --fx-engine ray" in capfd.readouterr().err
     assert harness.run("--fx-engine", "ray", "--fx-address", "localhost:1") == pytest.ExitCode.USAGE_ERROR
-    assert "--fx-engine ray: no Ray cluster answers at localhost:1" in capfd.readouterr().err
+    assert "no Ray cluster answers at localhost:1" in capfd.readouterr().err

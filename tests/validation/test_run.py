@@ -16,7 +16,6 @@ from tests.validation.planted import (
     BadReverse,
     Inverse,
     Raise,
-    Rough,
     entry,
 )
 from validation.judging.subject import Subject
@@ -74,15 +73,6 @@ def test_after_a_failure_the_next_case_starts_afresh() -> None:
     assert run_check(Check.EQUIVALENCE).outcome is Outcome.PASS
 
 
-def test_the_graphs_of_the_last_pipeline_are_let_go(request: pytest.FixtureRequest) -> None:
-    gc.disable()  # what collects now and then by itself proves nothing
-    request.addfinalizer(gc.enable)
-    subject = Subject(entry(), "cpu", {"Inverse": Inverse(), "Rough": Rough()})
-    first = weakref.ref(subject.rewritten(("Inverse",), torch.float32).module)
-    subject.rewritten(("Rough",), torch.float32)
-    assert first() is None
-
-
 def test_the_last_model_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     layers: list[weakref.ref[torch.nn.Module]] = []  # which the graphs have, too
     built = build.build_model
@@ -98,13 +88,6 @@ def test_the_last_model_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made.run(Case(name, ("Inverse",), "cpu", Check.EQUIVALENCE)).outcome is Outcome.PASS
     gc.collect()
     assert [layer() is None for layer in layers] == [True, False]
-
-
-def test_what_a_model_leaves_behind_is_not_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    frozen: list[bool] = []
-    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
-    runner(Inverse)(Check.EQUIVALENCE)
-    assert frozen
 
 
 def test_a_known_failure_is_expected_and_its_absence_a_failure() -> None:

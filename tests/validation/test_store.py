@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import math
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -52,31 +50,9 @@ def test_numbers_are_numbers_and_missing_is_not_nan(run, tmp_path):
     assert stored[1] is None
 
 
-def test_how_long_cases_took_is_read_of_the_runs_of_a_directory(run, tmp_path):
-    other = dataclasses.replace(CASE, check=Check.PARITY)
-    for number, case in enumerate([CASE, other]):
-        store.write_table(store.table_of([Record(case, Outcome.PASS, seconds=number + 1.0)], run), tmp_path)
-        (tmp_path / "records.parquet").rename(tmp_path / f"{number}.parquet")
-    assert store.seconds_by_case(tmp_path) == {CASE.id: 1.0, other.id: 2.0}
-    assert store.seconds_by_case(tmp_path / "none") == {}
-
-
-def test_csv_has_the_same_rows(records, run, tmp_path):
-    table = written(records, run, tmp_path)
-    csv = pd.read_csv(tmp_path / "records.csv", keep_default_na=False)
-    assert csv["id"].tolist() == table["id"].tolist()
-    assert csv["reason"].tolist() == table["reason"].tolist()
-    assert [len(json.loads(cell)) for cell in csv["refusals"]] == [len(cell) for cell in table["refusals"]]
-
-
 def test_a_run_without_records_is_refused(run):
     with pytest.raises(store.ReportError, match="no records"):
         store.table_of([], run)
-
-
-def test_two_records_of_one_case_are_refused(run):
-    with pytest.raises(store.ReportError, match="bert-MergeLinears-cpu-equivalence"):
-        store.table_of([Record(CASE, Outcome.PASS), Record(CASE, Outcome.FAIL)], run)
 
 
 def test_a_measurement_cannot_take_the_name_of_a_column(run):
@@ -98,12 +74,6 @@ def test_a_cut_off_file_is_named(records, run, tmp_path):
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(store.ReportError, match=r"records\.parquet"):
         store.read_run(file)
-
-
-def test_another_table_is_not_a_run(tmp_path):
-    pd.DataFrame({"id": ["a"]}).to_parquet(tmp_path / "records.parquet")
-    with pytest.raises(store.ReportError, match="no column model"):
-        store.read_run(tmp_path)
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -128,12 +98,6 @@ def test_a_broken_run_in_the_history_is_named_and_passed_over(run, tmp_path):
         assert store.history(tmp_path)["run"].tolist() == [run.id]
 
 
-def test_a_broken_file_beside_the_baseline_costs_the_order_of_models_alone(run, tmp_path):
-    (tmp_path / "broken.parquet").write_bytes(b"PAR1 nothing")
-    store.write_table(store.table_of([Record(CASE, Outcome.PASS, seconds=2.0)], run), tmp_path)
-    assert store.seconds_by_case(tmp_path) == {CASE.id: 2.0}
-
-
 def test_an_empty_history_says_what_to_do(tmp_path):
     with pytest.raises(store.ReportError, match="fxopt validate"):
         store.history(tmp_path)
@@ -147,13 +111,6 @@ def test_files_of_an_older_version_are_read_with_empty_columns(records, run, tmp
     assert set(read["content"]) == set(read["plan"]) == {""}
     assert compare.compare(read, table.to_pandas()).empty
     assert store.missing(read) == 0
-
-
-def test_cases_of_another_plan_make_up_for_none(records, run, tmp_path):
-    ids = [record.case.id for record in records]
-    for planned, lacking in ((ids, 0), ([*ids[1:], "renamed"], 1), ([*ids, "new", "newer"], 2)):
-        planned_run = dataclasses.replace(run, plan=store.plan_of(planned))
-        assert store.missing(written(records, planned_run, tmp_path)) == lacking
 
 
 @pytest.mark.parametrize("name", ["records", "architectures"])

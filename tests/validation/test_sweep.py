@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ from validation.running.run import Runner
 from validation.zoo import sources as zoo
 from validation.zoo.build import DEFAULT, SPECIALIZE
 from validation.zoo.plan import plan
-from validation.zoo.sources import FIXED, FIXED_BY_MODEL, FREE, Architecture, architectures
+from validation.zoo.sources import Architecture, architectures
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES: dict[str, Transformation] = {
@@ -101,21 +100,13 @@ def test_what_is_right_passes_every_check_and_is_measured() -> None:
     assert {record.outcome for record in records.values()} == {Outcome.PASS, Outcome.NO_OP}
     found, peer = records["", Check.PARITY], records["", Check.PEER]
     assert (found.outcome, found.stage, found.reason, found.dtype) == (Outcome.PASS, "", "", "float64")
-    facts = {"captured": DEFAULT, "refusal": "", "batch": FREE, "sequence": FREE, "grade": "bit-exact"}
+    facts = {"captured": DEFAULT, "refusal": "", "grade": "bit-exact"}
     assert found.facts == {**facts, "source": "sweep_models"}
-    assert peer.facts == {"peer": "right", "peer_reason": "", "peer_sizes": FREE, "source": "sweep_models"}
-    assert (found.measurements["nodes"], found.measurements["modules"]) == (5, 2)
+    assert peer.facts == {"peer": "right", "peer_reason": "", "source": "sweep_models"}
+    assert found.measurements["nodes"] == 5
     sites = {name: records[name, Check.EFFECT].measurements["sites"] for name in PASSES}
     assert sites == {"ChangeTrueDivToMulByInverse": 1, "ReplaceActivation": 0}
     assert 0 < found.measurements["trace_seconds"] < found.seconds
-    assert 0 < peer.measurements["peer_seconds"] <= peer.measurements["peer_work_seconds"] < peer.seconds
-
-
-def test_a_peer_is_asked_for_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.export, "export", lambda model, *_, **options: Baked(model))
-    found = run("good", peer=True)["", Check.PEER].facts
-    assert found["peer"] == "wrong"
-    assert found["peer_reason"].endswith("of its largest value off")
 
 
 class Baked(nn.Module):
@@ -130,26 +121,6 @@ class Baked(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return torch.utils._pytree.tree_map(lambda value: value * (len(x) == 2), self.model(x))
-
-
-def test_the_models_of_each_library_are_counted() -> None:
-    rows = pd.DataFrame(
-        {
-            "architecture": ["a.One", "a.Two", "b.Three", "b.Four"],
-            "runs": True,
-            "right": [True, True, False, False],
-            "outcome": ["pass", "pass", "fail", "error"],
-            "captured": [DEFAULT, SPECIALIZE, DEFAULT, ""],
-            "batch": [FREE, FIXED, FREE, FIXED_BY_MODEL],
-            "peer": ["right", "failed", "right", "wrong"],
-            "peer_sizes": [FREE, "", FIXED, ""],
-        }
-    )
-    assert page.by_library(rows).to_numpy().tolist() == [
-        ["a", 2, 1, 2, 2, 1, 0, 0, 1, 1, 0],
-        ["b", 2, 0, 0, 1, 0, 1, 1, 1, 0, 1],
-        ["all", 4, 1, 2, 3, 1, 1, 1, 2, 1, 1],
-    ]
 
 
 def test_a_sweep_goes_through_the_checks_of_every_model() -> None:
@@ -192,7 +163,7 @@ def test_each_stage_is_seen_to_fail(name: str, outcome: Outcome, stage: str, rea
         (Silent(), Check.EQUIVALENCE, "in float64, output differs by .*"),
         (WrongAndRough(), Check.ROUND_TRIP, "the round trip is not exact.*"),
         (NoWayBack(), Check.ROUND_TRIP, "the round trip is not exact.*"),
-        (Unchanged(), Check.EFFECT, "marked 1 nodes as transformed, but the graph module is the same"),
+        (Unchanged(), Check.EFFECT, "tells of 1 sites, but the graph module is the same"),
     ],
 )
 def test_a_wrong_pass_is_seen(pass_: Transformation, check: Check, reason: str) -> None:
@@ -248,14 +219,6 @@ def test_a_branch_on_values_is_captured_with_specialize_alone() -> None:
     assert peer.facts["peer_reason"]
 
 
-def test_a_size_that_the_model_or_a_guard_forbids_is_no_failure() -> None:
-    batch, sequence = parity("onebatch"), parity("onesequence")
-    assert batch.outcome == sequence.outcome == Outcome.PASS
-    assert (batch.facts["batch"], batch.facts["sequence"]) == ("fixed by the model", FREE)
-    assert sequence.facts["batch"] == FREE
-    assert re.match(r"guarded: input 'x', dimension 1 is 21; .*", sequence.facts["sequence"])
-
-
 @pytest.mark.parametrize("name", ["single", "overflows"])
 def test_a_model_that_does_not_run_in_float64_is_judged_in_its_own_dtype(name: str) -> None:
     record = parity(name)
@@ -297,11 +260,9 @@ def test_a_sweep_has_a_page_with_a_line_an_architecture(harness: Any, tmp_path: 
     assert guarded["outcome"] == Outcome.REFUSED  # nothing was compared
     assert "decides on a value" in guarded["reason"]
     rows = page.by_architecture(table)
-    assert 1e-9 < rows.set_index("architecture").loc["rounds", "relative_error"] < 1e-6
     text = (tmp_path / "architectures/architectures.md").read_text()
     for row in rows.itertuples():
         lines = [line for line in text.splitlines() if line.startswith(f"| {row.architecture} |")]
-        assert lines, row.architecture
         said = [outcome for outcome in Outcome for line in lines if f" {outcome} |" in line]
         assert said == ([row.outcome] if row.outcome in ("fail", "error", "refused") else []), (
             row.architecture
@@ -312,10 +273,8 @@ def test_a_sweep_has_a_page_with_a_line_an_architecture(harness: Any, tmp_path: 
     assert numbers["run eagerly"] == "13"
     assert numbers["captured and right with default arguments"] == "61.5 % (8 of 13)"
     assert numbers["captured and right, with `specialize=True` where that is needed"] == "76.9 % (10 of 13)"
-    assert numbers["captured and right, to 1e-9"] == "53.8 % (7 of 13)"
     assert numbers["past every stage"] == "69.2 % (9 of 13)"  # one is refused by a pass
     assert numbers["wrong without an error"] == "2"
-    assert numbers["batch size free, of those that have one"] == "80.0 % (8 of 10)"
     for number in numbers.values():
         assert f"| {number} |" in text
     assert report.write_views(table, tmp_path / "again").files[0].read_text() == text
@@ -348,18 +307,6 @@ def test_an_option_that_makes_no_sense_says_so(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.long
-def test_parts_are_fixed_disjoint_and_together_everything(
-    harness: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parts = []
-    for number in (1, 3):
-        harness("--collect-only", "-q", "--fx-part", f"{number}/3")
-        parts.append(re.findall(r"\[(\w+)-eager-cpu-parity", capsys.readouterr().out))
-    names = sweep_models.model_types()
-    assert parts == [names[0::3], names[2::3]]
-
-
 def test_a_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(zoo.SOURCES, "planted", "tests.validation.no_such_models")
     with pytest.raises(zoo.ZooError, match="planted cannot be swept: No module named"):
@@ -370,7 +317,7 @@ def test_a_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 BERT = Case("bert", (), "cpu", Check.PARITY)
 LLAMA = Case("llama", (), "cpu", Check.PARITY)
-RIGHT = {"captured": DEFAULT, "batch": FREE, "sequence": FREE}
+RIGHT = {"captured": DEFAULT}
 
 
 def bert(outcome: Outcome = Outcome.PASS, stage: str = "", sites: int = 2, **facts: str) -> Record:
@@ -387,13 +334,11 @@ def bert(outcome: Outcome = Outcome.PASS, stage: str = "", sites: int = 2, **fac
         (bert(Outcome.ERROR, "run the graph"), bert(Outcome.ERROR, "capture"), {"stage"}),
         (bert(Outcome.REFUSED, "capture"), bert(Outcome.ERROR, "capture"), {"outcome"}),
         (bert(), bert(captured=SPECIALIZE), {"captured"}),
-        (bert(), bert(batch="guarded: at 3"), {"batch"}),
-        (bert(), bert(sequence="fixed at capture"), {"sequence"}),
         (bert(), bert(sites=1), {"sites"}),
         (bert(sites=1), bert(), set()),
         (bert(Outcome.REFUSED, "capture"), bert(), set()),
         (bert(Outcome.SKIP, "load"), bert(Outcome.REFUSED, "capture"), set()),
-        (bert(captured=SPECIALIZE, batch="fixed by the model"), bert(), set()),
+        (bert(captured=SPECIALIZE), bert(), set()),
     ],
 )
 def test_an_architecture_that_gets_worse_is_a_regression(
@@ -401,14 +346,6 @@ def test_an_architecture_that_gets_worse_is_a_regression(
 ) -> None:
     changes = changed([before], [after], run, tmp_path)
     assert set(changes.loc[changes["regression"].astype(bool), "kind"]) == kinds, changes.to_string()
-
-
-def test_what_a_part_lacks_has_not_vanished(run: store.Run, tmp_path: Path) -> None:
-    before, after = [bert(), Record(LLAMA, Outcome.PASS)], [bert()]
-    assert changed(before, after, run, tmp_path, part=True).empty
-    assert changed(before, after, run, tmp_path)["regression"].all()
-    worse = changed(before, [bert(Outcome.FAIL, "compare")], run, tmp_path, part=True)
-    assert worse["id"].tolist() == [BERT.id]
 
 
 def changed(before: list[Record], after: list[Record], run: store.Run, folder: Path, **options: bool) -> Any:

@@ -7,16 +7,18 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import fxopt.passes
+from fxopt import history
 from validation.commands.zoo_commands import HEADER
-from validation.judging.steps import noted
+from validation.judging.subject import Subject
 from validation.records import Case, Check, Outcome, Record
-from validation.running.run import Runner
 from validation.zoo.entry import KnownFailure, judged
-from validation.zoo.passes import ZooError, passes_of
+from validation.zoo.passes import passes_of
 from validation.zoo.sources import load_zoo, recorded_sites, sites_file
+from validation.zoo.yaml_file import ZooError
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES = ["FuseBiasInLinear", "MergeLinears"]
@@ -40,10 +42,10 @@ def load(tmp_path: Path, text: str) -> list:
 
 def test_an_entry_has_defaults(tmp_path: Path) -> None:
     (entry,) = load(tmp_path, GOOD)
-    assert (entry.name, entry.weights.source, entry.dtypes, entry.tags) == (
+    assert (entry.name, entry.weights.pretrained, entry.dtype, entry.tags) == (
         "tiny-bert",
-        "random",
-        ("float32",),
+        None,
+        "float32",
         ("small",),
     )
     assert entry.inputs["input_ids"].shape == (2, 8)
@@ -67,109 +69,71 @@ def test_a_mistake_among_the_recorded_sites_is_one_line(tmp_path: Path, text: st
     assert len(str(raised.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "line", "parts"),
-    [
-        ("model: BertModel", "modell: BertModel", 4, ["tiny-bert", "modell", "there is no such key"]),
-        ("model: BertModel", "model: BertModell", 4, ["tiny-bert", "model", "BertModell"]),
-        ("model: BertModel", "model: nowhere.Bert", 4, ["tiny-bert", "model", "nowhere"]),
-        ("{hidden_size: 32}", "{hiden_size: 32}", 5, ["tiny-bert", "config.hiden_size", "BertConfig"]),
-        ("[2, 8]", "[2, -8]", 7, ["tiny-bert", "inputs.input_ids.shape", "greater than 0"]),
-        ("[2, 8]", "two", 7, ["tiny-bert", "inputs.input_ids.shape", "give a list"]),
-        ("{hidden_size: 32}", "[32]", 5, ["tiny-bert", "config", "give keys with values"]),
-        ("[1, 99]", "[99, 1]", 7, ["tiny-bert", "inputs.input_ids", "empty"]),
-        ("integers: [1, 99]", "padding: true, integers: [1, 9]", 7, ["inputs.input_ids", "not both"]),
-        (
-            "shape: [2, 8], integers: [1, 99]",
-            "shape: [1, 8], padding: true",
-            7,
-            ["inputs.input_ids", "hides nothing"],
-        ),
-        ("input_ids:", "token_ids:", 7, ["tiny-bert", "inputs.token_ids", "input_ids"]),
-        ("[MergeLinears]", "[FuseBiasInLinear, MergeLinear]", 1, ["order.1", "no such pass", "MergeLinears"]),
-        ("tags: [small]", "sites: {MergeLinears: 2}", 8, ["tiny-bert", "sites", "fxopt zoo sites"]),
-        ("name: tiny-bert", "name: Tiny Bert", 3, ["Tiny Bert", "name", "pattern"]),
-        ("  - name: tiny-bert\n    model", "  - model", 3, ["name", "is missing"]),
-        (
-            "    config",
-            "    weights: {source: random, sed: 1}\n    config",
-            5,
-            ["weights.sed", "no such key"],
-        ),
-        ("    config", "    weights: {source: hub}\n    config", 5, ["weights", "random"]),
-        ("    config", "    weights: {source: pretrained, hub: a/b}\n    config", 5, ["weights", "revision"]),
-        ("    config", "    dtypes: [float33]\n    config", 5, ["dtypes.0", "float32"]),
-        ("    config", "    model: BertModel\n    config", 5, ["tiny-bert", "model", "given twice"]),
-        (
-            "    config",
-            "    known_failures:\n      - {check: latency, pipeline: Nope, reason: x}\n    config",
-            6,
-            ["known_failures.0.pipeline", "Nope"],
-        ),
-        ("    config", "    requires: ''\n    config", 5, ["tiny-bert", "requires", "at least 1"]),
-        ("models:", "modles:", 1, ["models", "is missing"]),
-        (
-            "order:",
-            "pipelines: {MergeLinears: [MergeLinears]}\norder:",
-            1,
-            ["pipelines.MergeLinears", "this name"],
-        ),
-        ("order:", "pipelines: {a-b: [MergeLinears]}\norder:", 1, ["pipelines.a-b", "pattern"]),
-        ("order:", "pipelines: {deploy: []}\norder:", 1, ["pipelines.deploy", "is empty"]),
-        (
-            "    config",
-            "    pipelines: {deploy: [MergeLinears]}\n    config",
-            5,
-            ["pipelines", "beside `models`"],
-        ),
-        *(
-            ("    tags: [small]", f"    dynamic_shapes: {shapes}\n    {other}", line, parts)
-            for shapes, other, line, parts in [
-                ("{ids: {0: batch}}", "", 8, ["dynamic_shapes.ids", "no such input", "input_ids"]),
-                (
-                    "{input_ids: {2: batch}}",
-                    "",
-                    8,
-                    ["dynamic_shapes.input_ids.2", "no dimension 2", "[2, 8]"],
-                ),
-                ("{input_ids: {first: batch}}", "", 8, ["dynamic_shapes.input_ids", "integer"]),
-                ("{input_ids: {0: n, 1: n}}", "", 8, ["dynamic_shapes.input_ids.1", "n is 8 here, and 2"]),
-                ("{input_ids: {0: n}}", "dims: {n: {min: 3}}", 8, ["input_ids.0", "n is 2", "3.."]),
-                ("{input_ids: {0: n}}", "dims: {m: {min: 1}}", 9, ["dims.m", "no such dimension"]),
-                ("{input_ids: {0: n}}", "dims: {n: {least: 1}}", 9, ["dims.n.least", "no such key"]),
-                ("{input_ids: {0: n}}", "sizes: dynamic", 9, ["sizes", "not both"]),
-                ("{input_ids: {}}", "", 8, ["dynamic_shapes.input_ids", "is empty"]),
-                ("{input_ids: {0: n}}", "dims: {n: {min: 2, max: 2}}", 9, ["dims.n", "2..2", "free"]),
-            ]
-        ),
-    ],
-)
-def test_a_mistake_is_one_line_with_entry_field_and_place(
-    tmp_path: Path, old: str, new: str, line: int, parts: list[str]
+MISTAKES = {
+    # in the place of a part of `GOOD`: what the one line says
+    ("model: BertModel", "modell: BertModel"): "tiny-bert: modell: there is no such key",
+    ("model: BertModel", "model: BertModell"): "tiny-bert: model: transformers has no class",
+    ("model: BertModel", "model: nowhere.Bert"): "tiny-bert: model: nowhere cannot be imported",
+    ("{hidden_size: 32}", "{hiden_size: 32}"): "tiny-bert: config.hiden_size: BertConfig has no option",
+    ("[2, 8]", "[2, -8]"): "tiny-bert: inputs.input_ids.shape.1: Input should be greater than 0",
+    ("[2, 8]", "two"): "tiny-bert: inputs.input_ids.shape: give a list",
+    ("{hidden_size: 32}", "[32]"): "tiny-bert: config: give keys with values",
+    ("[1, 99]", "[99, 1]"): "tiny-bert: inputs.input_ids: .*leaves empty",
+    ("integers: [1, 99]", "padding: true, integers: [1, 9]"): "inputs.input_ids: .*not both",
+    ("shape: [2, 8], integers: [1, 99]", "shape: [1, 8], padding: true"): "inputs.input_ids: .*hides nothing",
+    ("input_ids:", "token_ids:"): "tiny-bert: inputs.token_ids: the forward takes no such input; .*input_ids",
+    ("[MergeLinears]", "[FuseBiasInLinear, MergeLinear]"): "order.1: no such pass: .*MergeLinears",
+    ("tags: [small]", "sites: {MergeLinears: 2}"): "tiny-bert: sites: not written by hand",
+    ("tags: [small]", "pipelines: {deploy: [MergeLinears]}"): "tiny-bert: pipelines: .*not for one model",
+    ("name: tiny-bert", "name: Tiny Bert"): "Tiny Bert: name: .*pattern",
+    ("  - name: tiny-bert\n    model", "  - model"): "entry 1: name: is missing",
+    (
+        "    config",
+        "    weights: {sed: 1}\n    config",
+    ): "weights.sed: there is no such key",
+    ("    config", "    weights: {pretrained: a/b}\n    config"): "weights: .*revision",
+    ("    config", "    dtype: float33\n    config"): "tiny-bert: dtype: .*float32",
+    ("    config", "    model: BertModel\n    config"): "zoo.yaml:5: not valid YAML: model is given twice",
+    ("    config", "    requires: ''\n    config"): "tiny-bert: requires: .*at least 1",
+    ("models:", "modles:"): "models: is missing",
+    ("order:", "pipelines: {MergeLinears: [MergeLinears]}\norder:"): "pipelines.MergeLinears: .*this name",
+    ("order:", "pipelines: {a-b: [MergeLinears]}\norder:"): "pipelines.a-b.*pattern",
+    ("order:", "pipelines: {deploy: []}\norder:"): "pipelines.deploy: is empty",
+    ("tags: [small]", "dynamic_shapes: {ids: {0: batch}}"): "dynamic_shapes.ids.0: no input has",
+    ("tags: [small]", "dynamic_shapes: {input_ids: {2: batch}}"): "dynamic_shapes.input_ids.2: no input has",
+    ("tags: [small]", "dynamic_shapes: {input_ids: {first: n}}"): "dynamic_shapes.input_ids.first.*integer",
+    ("tags: [small]", "dynamic_shapes: {input_ids: {0: n, 1: n}}"): "n is 8 here, and 2 elsewhere",
+    ("tags: [small]", "dynamic_shapes: {input_ids: {0: n}}\n    sizes: dynamic"): "tiny-bert: .*not both",
+    ("tags: [small]", "dynamic_shapes: {input_ids: {}}"): "dynamic_shapes.input_ids: is empty",
+    (
+        "[2, 8]",
+        "[8, 8], integers: [1, 9]}\n    dynamic_shapes: {input_ids: {0: n, 1: m}",
+    ): "give them different sizes",
+}
+
+
+@pytest.mark.parametrize(("change", "said"), [*MISTAKES.items()])
+def test_a_mistake_is_one_line_with_entry_and_field(
+    tmp_path: Path, change: tuple[str, str], said: str
 ) -> None:
-    assert old in GOOD
+    text = GOOD.replace(*change, 1)
+    if "different sizes" in said:
+        text = text.replace(", integers: [1, 99]}", "}")
+    assert text != GOOD
     with pytest.raises(ZooError) as raised:
-        load(tmp_path, GOOD.replace(old, new, 1))
-    lines = [text for text in str(raised.value).splitlines() if f"zoo.yaml:{line}:" in text]
-    assert any(all(part in text for part in parts) for text in lines), raised.value
-    assert "Traceback" not in str(raised.value)
+        load(tmp_path, text)
+    lines = str(raised.value).splitlines()
+    assert all(line.startswith(f"{tmp_path}/zoo.yaml:") for line in lines)
+    assert any(re.search(said, line) for line in lines), raised.value
 
 
 def test_named_dimensions_stand_in_the_place_of_sizes(tmp_path: Path) -> None:
-    text = "    dynamic_shapes: {input_ids: {0: batch, 1: length}}\n    dims: {length: {min: 2, max: 64}}\n"
-    (entry,) = load(tmp_path, GOOD + text)
+    (entry,) = load(tmp_path, GOOD + "    dynamic_shapes: {input_ids: {0: batch, 1: length}}\n")
     assert entry.dynamic_shapes == {"input_ids": {0: "batch", 1: "length"}}
-    assert (entry.dims["length"].min, entry.dims["length"].max) == (2, 64)
-
-
-def test_two_names_for_one_size_hide_a_pass_that_confuses_them(tmp_path: Path) -> None:
-    shapes = "    dynamic_shapes: {input_ids: {0: batch, 1: length}}\n"
-    with pytest.raises(ZooError, match="input_ids.1: length and batch are both 8: give them different sizes"):
-        load(tmp_path, GOOD.replace("[2, 8]", "[8, 8]") + shapes)
 
 
 def test_two_entries_may_not_have_one_name(tmp_path: Path) -> None:
-    with pytest.raises(ZooError, match=r"zoo\.yaml:9: tiny-bert: name: another entry"):
+    with pytest.raises(ZooError, match=r"zoo\.yaml: tiny-bert: name: another entry"):
         load(tmp_path, GOOD + GOOD.partition("models:\n")[2])
 
 
@@ -177,7 +141,7 @@ def test_several_mistakes_are_several_lines(tmp_path: Path) -> None:
     text = GOOD.replace("[2, 8]", "[0]").replace("tags: [small]", "tags: small")
     with pytest.raises(ZooError) as raised:
         load(tmp_path, text)
-    assert [re.search(r":(\d+):", line)[1] for line in str(raised.value).splitlines()] == ["7", "8"]
+    assert ["shape" in line for line in str(raised.value).splitlines()] == [True, False]
 
 
 def test_what_is_not_yaml_says_where(tmp_path: Path) -> None:
@@ -187,7 +151,7 @@ def test_what_is_not_yaml_says_where(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "models: []\n", "- 1\n", "models: 3\n"])
 def test_a_file_without_models_is_a_mistake(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ZooError, match=r"zoo\.yaml:1:"):
+    with pytest.raises(ZooError, match=r"zoo\.yaml: "):
         load(tmp_path, text)
 
 
@@ -215,8 +179,9 @@ def test_each_pass_has_sites_in_two_models_of_every_day() -> None:
     alone = {name: [entry.name for entry in zoo if entry.sites[name]] for name in passes}
     few = [name for name, models in alone.items() if len(models) < 2]
     assert few == ["FuseEpilogues"], "which needs packed layers"
-    packed = Runner(zoo, passes).run(Case("bert-small", ("packed",), "cpu", Check.EQUIVALENCE))
-    assert any(step.name == "FuseEpilogues" and step.sites for step in noted(packed.facts["steps"]))
+    (bert,) = (entry for entry in zoo if entry.name == "bert-small")
+    packed = Subject(bert, "cpu", passes).rewritten(("packed",), torch.float32)
+    assert any("FuseEpilogues" in str(step) for step in history(packed.module))
 
 
 def test_the_zoo_extra_brings_what_the_zoo_of_the_repository_requires() -> None:
@@ -227,83 +192,26 @@ def test_the_zoo_extra_brings_what_the_zoo_of_the_repository_requires() -> None:
     assert {entry.name for entry in zoo if entry.requires} == {e.name for e in zoo if "extra" in e.tags}
 
 
-def test_a_known_failure_covers_its_check_pipeline_and_device() -> None:
-    failure = KnownFailure(check=Check.EQUIVALENCE, pipeline="A+B", device="cpu", reason="why")
-    assert failure.covers(Case("m", ("A", "B"), "cpu", Check.EQUIVALENCE))
-    assert not failure.covers(Case("m", ("B", "A"), "cpu", Check.EQUIVALENCE))
-    assert not failure.covers(Case("m", ("A", "B"), "cuda", Check.EQUIVALENCE))
-    assert not failure.covers(Case("m", ("A", "B"), "cpu", Check.EFFECT))
-
-
 @pytest.mark.parametrize(
-    ("fields", "outcome", "stage", "expected"),
+    ("pipeline", "outcome", "expected"),
     [
-        ({}, Outcome.FAIL, "compare", Outcome.EXPECTED),
-        ({}, Outcome.ERROR, "compare", Outcome.EXPECTED),
-        ({}, Outcome.TIMEOUT, "compare", Outcome.TIMEOUT),
-        ({}, Outcome.CRASH, "compare", Outcome.CRASH),
-        ({"outcome": "crash"}, Outcome.CRASH, "compare", Outcome.EXPECTED),
-        ({"outcome": "crash"}, Outcome.FAIL, "compare", Outcome.FAIL),
-        ({"stage": "compare"}, Outcome.FAIL, "compare", Outcome.EXPECTED),
-        ({"stage": "capture"}, Outcome.FAIL, "compare", Outcome.FAIL),
-        ({"message": "is 0.1 off"}, Outcome.FAIL, "compare", Outcome.EXPECTED),
-        ({"message": "NaN"}, Outcome.FAIL, "compare", Outcome.FAIL),
-        ({"expires": "2999-01-01"}, Outcome.FAIL, "compare", Outcome.EXPECTED),
-        ({"expires": "2020-01-01"}, Outcome.FAIL, "compare", Outcome.FAIL),
-        ({"expires": "2020-01-01"}, Outcome.PASS, "", Outcome.FAIL),
-        ({"pipeline": "*B*"}, Outcome.FAIL, "compare", Outcome.EXPECTED),
-        ({"pipeline": "B*"}, Outcome.FAIL, "compare", Outcome.FAIL),
-        ({}, Outcome.SKIP, "load", Outcome.SKIP),
+        ("A+B", Outcome.FAIL, Outcome.EXPECTED),
+        ("A+B", Outcome.ERROR, Outcome.EXPECTED),
+        ("A+B", Outcome.TIMEOUT, Outcome.TIMEOUT),
+        ("A+B", Outcome.CRASH, Outcome.CRASH),
+        ("A+B", Outcome.PASS, Outcome.FAIL),
+        ("A+B", Outcome.SKIP, Outcome.SKIP),
+        ("*B*", Outcome.FAIL, Outcome.EXPECTED),
+        ("B*", Outcome.FAIL, Outcome.FAIL),
     ],
 )
-def test_a_known_failure_accepts_what_it_names_and_no_more(fields, outcome, stage, expected) -> None:
-    failure = KnownFailure.model_validate(
-        {"check": "equivalence", "pipeline": "A+B", "reason": "why", **fields}, strict=False
+def test_a_known_failure_accepts_what_it_names_and_no_more(pipeline, outcome, expected) -> None:
+    failure = KnownFailure(check=Check.EQUIVALENCE, pipeline=pipeline, reason="why")
+    found = judged(
+        [failure], Record(Case("m", ("A", "B"), "cpu", Check.EQUIVALENCE), outcome, "compare", "off")
     )
-    record = Record(Case("m", ("A", "B"), "cpu", Check.EQUIVALENCE), outcome, stage, "logits is 0.1 off")
-    found = judged([failure], record)
     assert found.outcome is expected
     assert expected is not Outcome.EXPECTED or found.reason.startswith("why (")
-
-
-def test_of_several_known_failures_one_that_accepts_is_enough() -> None:
-    failures = [
-        KnownFailure(check=Check.PARITY, message=message, reason=message) for message in ("NaN", "off")
-    ]
-    record = Record(Case("m", (), "cpu", Check.PARITY), Outcome.FAIL, "compare", "logits is 0.1 off")
-    assert judged(failures, record).reason.startswith("off (")
-
-
-@pytest.mark.parametrize(
-    ("text", "line", "what"),
-    [
-        ("a: &a [x, x]\nb: &b [*a, *a, *a]\n", 1, "names a list or a mapping"),
-        ("models: &m\n  - *m\n", 1, "names a list or a mapping"),
-        ("a: 1\nb: " + "[" * 100_000, 2, "nested deeper"),
-        ("a: 1\nb: " + "{a: " * 50, 2, "nested deeper"),
-    ],
-)
-def test_what_a_few_bytes_make_large_or_endless_is_a_mistake(tmp_path: Path, text, line, what) -> None:
-    for name in ("zoo.yaml", "zoo.sites.yaml"):
-        (tmp_path / "zoo.yaml").write_text(GOOD)
-        (tmp_path / name).write_text(text)
-        with pytest.raises(ZooError, match=rf"{re.escape(name)}:{line}: .*{what}"):
-            load_zoo(tmp_path / "zoo.yaml", PASSES)
-
-
-def test_a_single_value_may_be_repeated_by_name(tmp_path: Path) -> None:
-    assert load(tmp_path, GOOD.replace("[2, 8]", "[&two 2, *two]"))[0].inputs["input_ids"].shape == (2, 2)
-
-
-def test_in_the_zoo_of_the_repository_every_recorded_pass_has_a_model_where_it_rewrites_something() -> None:
-    zoo = load_zoo(ROOT / "model_zoo.yaml", fxopt.passes.available())
-    recorded = {name for entry in zoo for name, count in entry.sites.items() if count is not None}
-    # The sites of the first are made by the passes that pack layers; branches of convolutions are in no small model of the
-    # zoo, and grouped heads in none.
-    recorded -= {"FuseEpilogues", "MergeConvs", "RemoveRepeatedHeads"}
-    assert len(recorded) >= 7
-    for entries in (zoo, [entry for entry in zoo if "smoke" in entry.tags]):
-        assert recorded <= {name for entry in entries for name, count in entry.sites.items() if count}
 
 
 def test_what_is_recorded_in_the_repository_is_what_the_command_writes() -> None:

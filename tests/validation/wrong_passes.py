@@ -324,7 +324,7 @@ ACCURACY = {
 
 SAID = {
     "an output is twice as large": "of their norm, the limit is",
-    "it goes wrong at the second call": "the cosine with the original is",
+    "it goes wrong at the second call": "of their norm, the limit is",
 }
 """The measurement by which each of these must be seen; the second is right in the first call."""
 

@@ -6,7 +6,6 @@ import typer
 
 from .ablation import ablation
 from .capture import capture
-from .memory import memory
 from .passes import passes, verification
 from .peers import peers
 from .profile import profile
@@ -20,7 +19,7 @@ def main() -> None:
     """Measure what fxopt takes, with its peers beside it, in interleaved runs."""
 
 
-for command in (ablation, capture, memory, passes, peers, profile, users, verification):
+for command in (ablation, capture, passes, peers, profile, users, verification):
     app.command()(command)
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ def ablation(
     precision: Annotated[str, typer.Option(help=f"One of {', '.join(PRECISIONS)}.")] = "float32",
     threads: Annotated[int, typer.Option(help="Threads; 0 for all cores.")] = 0,
     seconds: Annotated[float, typer.Option(help="How long the rounds of each model go on.")] = 30.0,
-    small: Annotated[bool, typer.Option(help="Tiny models, to try the benchmark out.")] = False,
     out: Annotated[Path, typer.Option(help="Where ablation.md is written.")] = Path("reports/baseline"),
 ) -> None:
     """How much longer a model takes without each pass of fxopt.optimize: ratios of the same round, in random order.
@@ -40,7 +39,7 @@ def ablation(
     The machine should be idle: a run on one that is not is marked.
     """
     torch.set_num_threads(threads or cores())
-    tables = [_measured(name, workload, precision, seconds) for name, workload in chosen(models, small)]
+    tables = [_measured(name, workload, precision, seconds) for name, workload in chosen(models)]
     table = pd.concat(tables, axis=1).fillna("-").rename_axis("without").reset_index()
     write(
         "ablation",

@@ -1,4 +1,4 @@
-"""The cost of a capture: time, beside `torch.export`, and memory; and what its guards cost."""
+"""The time of a capture, beside `torch.export`; and what its guards cost."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 import fxopt
 
 from ..timing import of_runs, spread
-from .memory import memory_table
 from .workloads import SUBJECTS, Workload, bert_base, llama
 
 LAYERS = (12, 24, 48, 96)
-LINEARS = (100, 200, 400, 800, 1600, 3200)
 CHECKS = 100
 """How many checks of the inputs are timed as one, which is too short."""
 
@@ -40,8 +37,6 @@ def capture(
     console = Console()
     console.print(_times([make() for make in SUBJECTS], rounds))
     console.print(_by_layers(rounds))
-    console.print(_by_linears(rounds))
-    console.print(memory_table())
     console.print(_of_guards(rounds))
 
 
@@ -76,20 +71,6 @@ def _by_layers(rounds: int) -> Table:
     for count, *times in zip(LAYERS, *kinds, strict=True):
         medians = [1000 * statistics.median(seconds) for seconds in times]
         table.add_row(str(count), *(text for ms in medians for text in (f"{ms:.0f}", f"{ms / count:.2f}")))
-    return table
-
-
-def _by_linears(rounds: int) -> Table:
-    """The first graph of `fxopt.optimize` for more and more linear layers in a row."""
-    table = Table(
-        *("linear layers", "seconds", "ms a layer"),
-        title=f"fxopt.optimize(tune=False) by number of layers: median of {rounds}",
-    )
-    models = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(count))).eval() for count in LINEARS]
-    inputs = (torch.randn(2, 8),)
-    runs = [functools.partial(fxopt.optimize, model, inputs, tune=False) for model in models]
-    for count, seconds in zip(LINEARS, of_runs(runs, rounds), strict=True):
-        table.add_row(str(count), spread(seconds), f"{1000 * statistics.median(seconds) / count:.2f}")
     return table
 
 

@@ -67,7 +67,6 @@ def engines(precision: str, threads: int) -> dict[str, Prepare]:
         chosen |= {
             "torch.compile": compiled,
             "torch.jit": jit,
-            "torch.fx": fx,
             "onnxruntime": onnxruntime,
             "onnxruntime, spinning": functools.partial(onnxruntime, spinning=True),
             "OpenVINO": openvino,
@@ -84,7 +83,6 @@ def engines(precision: str, threads: int) -> dict[str, Prepare]:
         chosen |= {
             "torch.ao int8": dynamically_quantized,
             "onnxruntime int8": functools.partial(onnxruntime, int8=True),
-            "OpenVINO int8": _openvino_int8,
         }
     return chosen
 
@@ -116,14 +114,6 @@ def jit(model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared:
     traced = torch.jit.trace(Flat(model, inputs), leaves, check_trace=False)
     module = torch.jit.optimize_for_inference(torch.jit.freeze(traced))
     return Prepared(tensors, lambda feed: module(*feed))
-
-
-def fx(model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared:
-    """The `optimize_for_inference` of torch.fx, which traces the model symbolically."""
-    from torch.fx.experimental.optimization import optimize_for_inference
-
-    module = optimize_for_inference(model)
-    return Prepared(fresh, lambda feed: module(**feed))
 
 
 def onnxruntime(
@@ -207,10 +197,6 @@ def _in_bfloat16(prepare: Prepare, model: nn.Module, inputs: Mapping[str, Any], 
     """The engine on a copy of the model in bfloat16."""
     prepared = prepare(copy.deepcopy(model).bfloat16(), cast(inputs, torch.bfloat16), threads)
     return Prepared(lambda inputs: prepared.feed(cast(inputs, torch.bfloat16)), prepared.run)
-
-
-def _openvino_int8(model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared:
-    raise Unavailable("OpenVINO takes int8 from models that NNCF has quantized, with data to calibrate on")
 
 
 def _arrays(inputs: Mapping[str, Any]) -> list[Any]:

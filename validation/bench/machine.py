@@ -1,8 +1,7 @@
-"""The machine that a benchmark runs on: its processor, how fast it multiplies, who else works on it; and a page that names it."""
+"""The machine that a benchmark runs on: how fast it multiplies, and a page that names it."""
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -11,19 +10,9 @@ from rich.console import Console
 
 from .. import store
 from ..report.markdown import page
-from ..timing import Others
 
 BUSY = 0.1
 """A machine is idle while all other processes together use less than this part of one core."""
-
-_SETTINGS = ("OMP_", "KMP_", "GOMP_", "MKL_", "ONEDNN_", "DNNL_", "ATEN_CPU_", "LD_PRELOAD")
-
-
-def cores_of_others(seconds: float = 1.0) -> float:
-    """How many cores other processes use while this one rests."""
-    others = Others()
-    time.sleep(seconds)
-    return others.cores()
 
 
 def gemm_peak(sizes: tuple[int, ...] = (1024, 2048), runs: int = 5) -> float:
@@ -36,12 +25,6 @@ def gemm_peak(sizes: tuple[int, ...] = (1024, 2048), runs: int = 5) -> float:
             torch.mm(left, right, out=product)
             best = max(best, 2 * size**3 / (time.perf_counter() - start))
     return best
-
-
-def settings() -> str:
-    """The environment variables that change how fast torch computes."""
-    chosen = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)]
-    return " ".join(chosen) or "none"
 
 
 def write(name: str, out: Path, title: str, *blocks: str, how: str = "") -> None:

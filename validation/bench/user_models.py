@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from fxopt.outputs import mapped
 
-from ..zoo import architectures, libraries
+from ..zoo import architectures
+from . import user_libraries as libraries
 
 MODELS = {
     "transformers": """
@@ -92,7 +93,7 @@ def _of_library(name: str) -> Subject:
 
 
 def _sentence_encoder(kind: str) -> Subject:
-    from ..zoo.sentences import encoder
+    from .user_sentences import encoder
 
     def encode(*lengths: int) -> Call:
         texts = [" ".join(f"word{number}" for number in range(length)) for length in lengths]

@@ -16,8 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     BertConfig,
     BertModel,
-    EfficientNetConfig,
-    EfficientNetModel,
     GroupViTConfig,
     GroupViTModel,
     LlamaConfig,
@@ -55,16 +53,16 @@ class Workload:
         return counter.get_total_flops()
 
 
-def build(name: str, small: bool = False) -> Workload:
-    """The workload of this name, the same in every process; small ones are for trying the benchmark out."""
+def build(name: str) -> Workload:
+    """The workload of this name, the same in every process."""
     torch.manual_seed(0)
-    return (SMALL if small else WORKLOADS)[name]()
+    return WORKLOADS[name]()
 
 
-def chosen(names: str, small: bool = False) -> Iterator[tuple[str, Workload]]:
+def chosen(names: str) -> Iterator[tuple[str, Workload]]:
     """The workloads of these names, separated by commas, each built when its turn comes."""
-    for name in named(names, SMALL if small else WORKLOADS):
-        yield name, build(name, small)
+    for name in named(names, WORKLOADS):
+        yield name, build(name)
 
 
 def named(text: str, known: Collection[str], what: str = "model", exact: bool = True) -> list[str]:
@@ -80,18 +78,18 @@ def named(text: str, known: Collection[str], what: str = "model", exact: bool = 
 
 def bert_base(batch: int = 3, sequence: int = 7) -> Workload:
     """BERT-base."""
-    return _text("BERT-base", BertModel(BertConfig()), batch, sequence)
+    return of_text("BERT-base", BertModel(BertConfig()), batch, sequence)
 
 
 def resnet50(batch: int = 3) -> Workload:
     """ResNet-50."""
-    return _images("ResNet-50", ResNetForImageClassification(ResNetConfig()), batch, 224)
+    return of_images("ResNet-50", ResNetForImageClassification(ResNetConfig()), batch, 224)
 
 
 def groupvit(batch: int = 3, sequence: int = 7) -> Workload:
     """GroupViT, text and images."""
     model = GroupViTModel(GroupViTConfig())
-    text, image = _text("GroupViT", model, batch, sequence), _images("", model, batch, 224)
+    text, image = of_text("GroupViT", model, batch, sequence), of_images("", model, batch, 224)
     return dataclasses.replace(text, inputs=text.inputs | image.inputs, free=text.free | image.free)
 
 
@@ -106,7 +104,7 @@ def llama(layers: int = 24, hidden_size: int = 256, batch: int = 3, sequence: in
         use_cache=False,
     )
     name = f"Llama, {layers} layers, hidden size {hidden_size}"
-    return _text(name, LlamaModel(config), batch, sequence)
+    return of_text(name, LlamaModel(config), batch, sequence)
 
 
 wide_llama = functools.partial(llama, hidden_size=1024)
@@ -116,40 +114,24 @@ SUBJECTS: tuple[Callable[[], Workload], ...] = (bert_base, resnet50, groupvit, l
 """The models of which captures are timed."""
 
 
-def _text(name: str, model: nn.Module, batch: int, sequence: int) -> Workload:
+def of_text(name: str, model: nn.Module, batch: int, sequence: int) -> Workload:
     ids = torch.randint(0, 1000, (batch, sequence))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return Workload(model.eval(), inputs, name, {key: {0: Dim.AUTO, 1: Dim.AUTO} for key in inputs})
 
 
-def _images(name: str, model: nn.Module, batch: int, size: int) -> Workload:
+def of_images(name: str, model: nn.Module, batch: int, size: int) -> Workload:
     images = torch.randn(batch, 3, size, size)
     return Workload(model.eval(), {"pixel_values": images}, name, {"pixel_values": {0: Dim.AUTO}})
 
 
-def _decoding(text: Workload) -> Workload:
+def decoding(text: Workload) -> Workload:
     """The step of decoding of the last token; the one before has been decoded, because prefill leaves strided keys in the cache."""
     model, ids = text.model, text.inputs["input_ids"]
     with torch.no_grad():
         cache = model(ids[:, :-2], use_cache=True).past_key_values
         cache = model(ids[:, -2:-1], past_key_values=cache, use_cache=True).past_key_values
     return Workload(model, {"input_ids": ids[:, -1:], "past_key_values": cache, "use_cache": True})
-
-
-def _small_bert() -> Workload:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    return _text("", BertModel(BertConfig(**sizes)), 1, 16)
-
-
-def _small_resnet() -> Workload:
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
-    return _images("", ResNetForImageClassification(config), 1, 32)
-
-
-def _small_llama() -> Workload:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = LlamaConfig(**sizes, intermediate_size=64, vocab_size=1000, use_cache=False)
-    return _decoding(_text("", LlamaModel(config), 1, 17))
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
@@ -159,17 +141,5 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "resnet50-8": functools.partial(resnet50, 8),
     "groupvit": functools.partial(groupvit, 1, 77),
     "llama-prefill": functools.partial(wide_llama, batch=1, sequence=128),
-    "llama-decode": lambda: _decoding(wide_llama(batch=1, sequence=129)),
-}
-
-VERIFIED: dict[str, Callable[[], Workload]] = {
-    **{name: WORKLOADS[name] for name in ("bert-8x128", "resnet50-8", "llama-prefill")},
-    "efficientnet-b7": lambda: _images("", EfficientNetModel(EfficientNetConfig()), 2, 600),
-}
-"""The models of which the memory of a capture is measured; the last one takes 9 GB in training."""
-
-SMALL: dict[str, Callable[[], Workload]] = {
-    "bert": _small_bert,
-    "resnet": _small_resnet,
-    "llama-decode": _small_llama,
+    "llama-decode": lambda: decoding(wide_llama(batch=1, sequence=129)),
 }

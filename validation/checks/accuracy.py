@@ -1,11 +1,11 @@
-"""Accuracy: how far a pipeline that does not preserve the computation moves the outputs, and a task's result."""
+"""Accuracy: how far a pipeline that does not preserve the computation moves the outputs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -13,72 +13,61 @@ from fxopt.errors import GuardError
 from fxopt.testing import compare, leaves
 from fxopt.testing.probes import not_finite
 
-from ..judging import steps
-from ..judging.comparison import per_dtype
 from ..judging.metrics import METRICS
-from ..judging.subject import LEAST_COSINE, Subject
+from ..judging.subject import FLOOR, Subject
 from ..records import Finding, Outcome
-from ..zoo import digits
-from ..zoo.entry import TrainedWeights
-
-LEAST_ACCURACY, MOST_ACCURACY_LOST = 0.9, 0.02
-"""A model that never learned its task shows nothing; one that loses more of it has been damaged."""
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """Every metric of the rewritten model against the original, in each dtype; and the task, if it has one.
+    """Every metric of the rewritten model against the original.
 
     Of a sweep, whose models have learned nothing, the metrics are reported, but not judged; the results must be finite,
     and of the same form where the values do not decide on it.
     """
-    measurements: dict[str, float | int] = {}
-    problems: list[str] = []
-    steps.note(subject, pipeline)
-    for dtype in subject.dtypes_of(pipeline):
-        rewritten = subject.rewritten(pipeline, dtype)
-        if not sum(rewritten.sites):
-            return Finding(Outcome.NO_OP, "nothing to rewrite")
-        oracle = subject.oracle(dtype)
-        with subject.entering("run the graph"):
-            try:
-                seen = oracle.observe(rewritten.module)
-            except GuardError as error:
-                if subject.entry.given:
-                    raise
-                # In other numbers, what the graph decides by may fall otherwise: nothing was compared.
-                return Finding(Outcome.REFUSED, f"in other numbers, {' '.join(str(error).split())}")
-        with subject.entering("compare"):
-            if bad := next(filter(None, (not_finite(each.output) for each in (*oracle.expected, *seen))), ""):
-                problems.append(f"{bad} is not finite")
-            if not subject.entry.given and _sizes_follow_values(subject.traced(dtype)):
-                continue
-            if fault := oracle.fault(seen):
-                return Finding(Outcome.FAIL, fault, measurements)
-            measured, *others = [
-                _measure(expected.output, actual.output)
-                for expected, actual in zip(oracle.expected, seen, strict=True)
-            ]
-            cosine = min(each["cosine"] for each in (measured, *others))
-            if subject.entry.given and not cosine >= LEAST_COSINE:
-                problems.append(f"the cosine with the original is {cosine:.4f}")
-            away = max(each["relative_error"] for each in (measured, *others))
-            measured["tolerance"] = limit = subject.most_error(pipeline, dtype)
-            if subject.entry.given and not problems and not away <= limit:
-                silent = [
-                    name
-                    for name, each in subject.members(pipeline)
-                    if not each.preserves_computation and each.tolerance is None
-                ]
-                why = f"; {silent[0]} states no `tolerance`" if silent else ""
-                problems.append(
-                    f"the outputs moved by {away:.3g} of their norm, the limit is {limit:.3g}{why}"
-                )
-        if isinstance(subject.entry.weights, TrainedWeights):
-            before, after = _task(subject, pipeline, dtype)
-            problems += _task_problems(before, after)
-            measured |= {"accuracy_before": before, "accuracy_after": after}
-        measurements |= per_dtype(dtype, subject.dtypes[0], measured)
-    return Finding(Outcome.FAIL if problems else Outcome.PASS, "; ".join(problems), measurements)
+    dtype, given = subject.dtype_of(pipeline), subject.entry.given
+    rewritten = subject.rewritten(pipeline, dtype)
+    if not sum(rewritten.sites):
+        return Finding(Outcome.NO_OP, "nothing to rewrite")
+    oracle = subject.oracle(dtype)
+    with subject.entering("run the graph"):
+        try:
+            seen = oracle.observe(rewritten.module)
+        except GuardError as error:
+            if given:
+                raise
+            # In other numbers, what the graph decides by may fall otherwise: nothing was compared.
+            return Finding(Outcome.REFUSED, f"in other numbers, {' '.join(str(error).split())}")
+    with subject.entering("compare"):
+        infinite = next(filter(None, (not_finite(each.output) for each in (*oracle.expected, *seen))), "")
+        problem = f"{infinite} is not finite" if infinite else ""
+        if not given and _sizes_follow_values(subject.traced(dtype)):
+            return Finding(Outcome.FAIL if problem else Outcome.PASS, problem)
+        if fault := oracle.fault(seen):
+            return Finding(Outcome.FAIL, fault)
+        measured, *others = [
+            _measure(expected.output, actual.output)
+            for expected, actual in zip(oracle.expected, seen, strict=True)
+        ]
+        measured["tolerance"] = subject.most_error(pipeline, dtype)
+        away = max(each["relative_error"] for each in (measured, *others))
+    if given and not problem:
+        return _judged(subject, pipeline, away, measured)
+    return Finding(Outcome.FAIL if problem else Outcome.PASS, problem, measured)
+
+
+def _judged(
+    subject: Subject, pipeline: tuple[str, ...], away: float, measured: dict[str, float | int]
+) -> Finding:
+    """Hold how far the outputs moved against what the zoo or the passes say."""
+    silent = "" if subject.entry.tolerance(pipeline) else subject.without_tolerance(pipeline)
+    moved, stated = f"the outputs moved by {away:.3g} of their norm", f"{silent} states no `tolerance`"
+    limit = measured["tolerance"]
+    if not away <= limit:
+        texts = [f"{moved}, the limit is {limit:.3g}", *([stated] if silent else [])]
+        return Finding(Outcome.FAIL, "; ".join(texts), measured)
+    if silent and away > FLOOR * torch.finfo(subject.own).eps:
+        return Finding(Outcome.UNJUDGED, f"{moved}; {stated}", measured)
+    return Finding(measurements=measured)
 
 
 def _sizes_follow_values(graph: GraphModule) -> bool:
@@ -101,25 +90,3 @@ def floating(output: Any) -> dict[str, Tensor]:
         for path, value in leaves(output)
         if isinstance(value, Tensor) and value.is_floating_point()
     }
-
-
-def _task(subject: Subject, pipeline: tuple[str, ...], dtype: torch.dtype) -> tuple[float, float]:
-    """The shares of images that the graph classifies right, before and after a pipeline."""
-    batch = len(subject.inputs(dtype)["pixel_values"])
-
-    def right(module: nn.Module) -> float:
-        def classify(images: Tensor) -> Any:
-            return subject.run(module, dtype, {"pixel_values": images})
-
-        return digits.accuracy(classify, dtype, subject.device, batch)
-
-    with subject.entering("task"):
-        return right(subject.traced(dtype)), right(subject.rewritten(pipeline, dtype).module)
-
-
-def _task_problems(before: float, after: float) -> list[str]:
-    if before < LEAST_ACCURACY:
-        return [f"the model did not learn its task: {before:.1%} right"]
-    if before - after > MOST_ACCURACY_LOST:
-        return [f"the share of right answers fell from {before:.1%} to {after:.1%}"]
-    return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 from collections import Counter
@@ -10,15 +9,10 @@ from collections import Counter
 import torch
 from torch.fx import GraphModule
 
-from fxopt.errors import PassError, UndoError
 from fxopt.kernels import PACKED
-from fxopt.rewriting.history import history, undo
-from fxopt.rewriting.transformation import ReversibleTransformation
 from fxopt.submodules import sharing_copy
-from fxopt.testing import assert_round_trip
 
-from ..judging.comparison import judge_graph
-from ..judging.rewritten import Explained, Refusals, Rewritten, computation, differ, size
+from ..judging.rewritten import Explained, Refusals, Rewritten, differ
 from ..judging.subject import Subject
 from ..records import Finding, Outcome
 from ..regressions.metric import KERNELS
@@ -29,17 +23,13 @@ _PACKED = tuple(PACKED.values())
 PLACES, MOST_PLACES = "places", 200
 """The fact that lists the sites of a pass with their modules and lines, and the most that it lists."""
 
-AGAIN, COMPUTATION, NOTHING = "again", "computation", "nothing"
-"""The facts: what a pass does to what it has made, `NOTHING` where it is idempotent; and a digest of the graph of a pair."""
-
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """Count sites and refusals, nodes, modules and parameters; hold the sites against those recorded.
 
-    Several passes are not explained, which takes longer than applying them: each pass by itself says the same. A pass alone is applied a second time, to what it has made: what that changes must be right, too, and be undone
-    with the rest. Of a pair, a digest tells whether the other order gives the same graph.
+    Several passes are not explained, which takes longer than applying them: each pass by itself says the same.
     """
-    dtype = subject.dtypes_of(pipeline)[0]
+    dtype = subject.dtype_of(pipeline)
     before, rewritten = subject.traced(dtype), subject.rewritten(pipeline, dtype)
     alone = len(pipeline) == 1 == len(subject.members(pipeline))
     found = subject.explained(pipeline, dtype) if alone else Explained()
@@ -50,8 +40,8 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     measurements: dict[str, float | int] = {
         "sites": sum(rewritten.sites),
         **({"refused": len(found.refusals)} if alone else {}),
-        **{f"{name}_before": value for name, value in _size(before).items()},
-        **{f"{name}_after": value for name, value in _size(rewritten.module).items()},
+        "nodes_before": len(before.graph.nodes),
+        "nodes_after": len(rewritten.module.graph.nodes),
     }
     if alone and subject.entry.given:
         measurements |= _cost(subject, pipeline, dtype)
@@ -60,11 +50,6 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
             before, rewritten
         )
     nothing = not sum(rewritten.sites)
-    if not reason and not nothing and subject.entry.given:
-        if alone:
-            reason = _wrong_again(subject, pipeline, rewritten)
-        elif len(pipeline) == 2:
-            subject.facts[COMPUTATION] = computation(rewritten.module)
     outcome = Outcome.FAIL if reason else Outcome.NO_OP if nothing else Outcome.PASS
     reason = reason or ("nothing to rewrite" if nothing else "")
     return Finding(outcome, reason, measurements, found.refusals)
@@ -102,51 +87,5 @@ def _wrong_effect(before: GraphModule, rewritten: Rewritten) -> str:
             f"changed {len(rewritten.tampered)} things that the graph shares with the user's model: {names}"
         )
     if sum(rewritten.sites) and not differ(before, rewritten.module):
-        return f"marked {sum(rewritten.sites)} nodes as transformed, but the graph module is the same"
+        return f"tells of {sum(rewritten.sites)} sites, but the graph module is the same"
     return ""
-
-
-def _wrong_again(subject: Subject, pipeline: tuple[str, ...], once: Rewritten) -> str:
-    """Apply a pass to what it has made, and say what is wrong with that; a fact says what it does there."""
-    ((_, pass_),) = subject.members(pipeline)
-
-    def twice(dtype: torch.dtype) -> GraphModule:
-        with subject.entering("transform"):
-            return pass_(copy.deepcopy(subject.rewritten(pipeline, dtype).module))
-
-    dtype = subject.dtypes_of(pipeline)[0]
-    try:
-        module = twice(dtype)
-    except PassError as error:
-        subject.facts[AGAIN] = f"refused: {' '.join(str(error).split())}"
-        return ""
-    more, reason = differ(once.module, module), ""
-    subject.facts[AGAIN] = "rewrites more" if more else NOTHING
-    with subject.entering("compare"):
-        if more and pass_.preserves_computation:
-            reason = judge_graph(subject, twice, pipeline).reason
-        elif more:
-            oracle = subject.oracle(dtype)
-            reason = oracle.fault(oracle.observe(module))
-        undone = more or len(history(module)) > len(history(once.module))
-        if undone and not reason and isinstance(pass_, ReversibleTransformation):
-            reason = _wrong_undo(subject.traced(dtype), pass_, module)
-    return f"applied twice, {reason}" if reason else ""
-
-
-def _wrong_undo(before: GraphModule, pass_: ReversibleTransformation, module: GraphModule) -> str:
-    try:
-        for restored in (pass_(copy.deepcopy(module), reverse=True), undo(module, len(history(module)))):
-            assert_round_trip(before, restored)
-    except (AssertionError, UndoError) as error:
-        return f"undoing both is not exact: {error}"
-    return ""
-
-
-def _size(module: GraphModule) -> dict[str, int | float]:
-    parameters = list(module.parameters())
-    return {
-        **size(module),
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "parameters_mb": sum(p.numel() * p.element_size() for p in parameters) / 1e6,
-    }

@@ -1,4 +1,4 @@
-"""Latency: a model, its graph, what each pipeline makes of it and other engines, all in one random interleaving."""
+"""Latency: a model, its graph, and what each pipeline makes of it, all in one random interleaving."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ import torch
 
 from fxopt.submodules import sharing_copy
 
-from ..bench import engines
-from ..bench.engines import Unavailable, quiet, reason
-from ..judging import steps
 from ..judging.rewritten import differ
-from ..judging.subject import TIMING, Subject
+from ..judging.subject import Subject
 from ..records import Check, Finding, Outcome
 from ..regressions.metric import BUSY
 from ..timing import (
@@ -43,8 +40,6 @@ EAGER, CAPTURED, AGAIN = "eager", "captured", "captured, again"
 """The arms that every model has. The last is a copy of the graph that shares its weights, as rewritten graphs do: the A/A
 arm, which shows by how much two arms seem apart that are the same.
 """
-ENGINES = {"torch.compile": "compiled", "onnxruntime": "onnxruntime"}
-"""Other engines, and the functions of `bench.engines` that make a model ready for them."""
 
 EFFECTS = {-1: "faster", 0: "none above the A/A floor", 1: "slower"}
 
@@ -57,7 +52,6 @@ class Measured:
     threads: int  # of each run
     memory: Mapping[str, float]  # the peak of the tensors that a run allocates, in MB
     failed: Mapping[str, tuple[str, str]]  # the stage in which an arm failed, and the error
-    seconds: float = TIMING  # after which the rounds ended
     busy: float = 0.0  # the cores that other processes used meanwhile
 
     @functools.cached_property
@@ -68,13 +62,6 @@ class Measured:
     def beside(self, arm: str, other: str) -> Ratio:
         """The time of an arm by that of another one in the same round."""
         return ratio(self.times[arm], self.times[other])
-
-    @functools.cached_property
-    def stopped(self) -> str:
-        """Why there were no more rounds."""
-        if narrow(self.times):
-            return f"intervals below {NARROW:.0%}"
-        return f"budget spent: {self.seconds:g} s, or {MOST} rounds"
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
@@ -93,26 +80,21 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         return Finding(Outcome.NO_OP, "nothing to rewrite")
     baseline = CAPTURED if pipeline else EAGER
     found = measured.beside(arm, baseline)
-    subject.facts |= {
-        "latency_effect": EFFECTS[found.effect(measured.floor)],
-        "latency_stopped": measured.stopped,
-    }
+    subject.facts["latency_effect"] = EFFECTS[found.effect(measured.floor)]
     values = {
         "latency_transformed_ms": 1e3 * float(np.median(measured.times[arm])),
-        "latency_transformed_p90_ms": 1e3 * float(np.quantile(measured.times[arm], 0.9)),
         "latency_baseline_ms": 1e3 * float(np.median(measured.times[baseline])),
-        "latency_baseline_p90_ms": 1e3 * float(np.quantile(measured.times[baseline], 0.9)),
-        "latency_eager_ms": 1e3 * float(np.median(measured.times[EAGER])),
-        **_interval("latency_ratio", found),
-        **_interval("latency_ratio_eager", measured.beside(arm, EAGER)),
+        "latency_ratio": found.median,
+        "latency_ratio_low": found.low,
+        "latency_ratio_high": found.high,
+        "latency_ratio_eager": measured.beside(arm, EAGER).median,
         "latency_ratio_floor": measured.floor,
         "latency_pairs": len(measured.times[arm]),
         "timing_threads": measured.threads,
         BUSY.name: 100 * measured.busy,
         "memory_peak_mb": measured.memory[arm],
     }
-    steps.note_latency(subject, pipeline, measured.threads)
-    return Finding(measurements=values if pipeline else values | _engines(subject, measured))
+    return Finding(measurements=values)
 
 
 def narrow(times: Times) -> bool:
@@ -129,7 +111,7 @@ def measure(subject: Subject) -> Measured:
     memory: dict[str, float] = {}
     failed: dict[str, tuple[str, str]] = {}
     try:
-        for arm, make in _arms(subject, threads).items():
+        for arm, make in _arms(subject).items():
             stage = subject.stage
             try:
                 subject.enter("prepare")
@@ -139,10 +121,10 @@ def measure(subject: Subject) -> Measured:
                     with torch.no_grad():
                         run()
                         runs[arm], memory[arm] = run, peak_mb(run, subject.device)
-            except Exception as error:  # whatever a pass or an engine makes of a model
+            except Exception as error:  # whatever a pass makes of a model
                 if arm in (EAGER, CAPTURED, AGAIN) or isinstance(error, MemoryError | torch.OutOfMemoryError):
                     raise
-                failed[arm] = subject.stage, reason(error)
+                failed[arm] = subject.stage, f"{type(error).__name__}: {error}"
             subject.enter(stage)
         with subject.entering("time"), torch.no_grad():
             turns = {arm: _turn(run, wait) for arm, run in runs.items()}
@@ -152,12 +134,12 @@ def measure(subject: Subject) -> Measured:
             )
     finally:
         torch.set_num_threads(before)
-    return Measured(times, threads, memory, failed, subject.timing, others.cores())
+    return Measured(times, threads, memory, failed, others.cores())
 
 
-def _arms(subject: Subject, threads: int) -> dict[str, Callable[[], Callable[[], object] | None]]:
+def _arms(subject: Subject) -> dict[str, Callable[[], Callable[[], object] | None]]:
     """The functions that make the run of each arm; one gives `None` where its pipeline finds nothing to rewrite."""
-    dtype = subject.dtypes[0]
+    dtype = subject.own
     inputs = subject.inputs(dtype)
 
     def of(module: torch.nn.Module) -> Callable[[], object]:
@@ -170,14 +152,6 @@ def _arms(subject: Subject, threads: int) -> dict[str, Callable[[], Callable[[],
             module = subject.passes[name](module)
         return of(module) if differ(subject.traced(dtype), module) else None
 
-    def engine(name: str) -> Callable[[], object]:
-        if subject.device != "cpu":
-            raise Unavailable("it runs on the CPU alone here")
-        with quiet(), torch.no_grad():
-            prepared = getattr(engines, ENGINES[name])(subject.model(dtype), inputs, threads)
-        feed = prepared.feed(inputs)
-        return lambda: prepared.run(feed)
-
     timed = [
         pipeline
         for pipeline in pipelines(subject.entry, subject.passes)
@@ -188,7 +162,6 @@ def _arms(subject: Subject, threads: int) -> dict[str, Callable[[], Callable[[],
         CAPTURED: lambda: of(subject.traced(dtype)),
         AGAIN: lambda: of(sharing_copy(subject.traced(dtype))),
         **{"+".join(pipeline): functools.partial(rewritten, pipeline) for pipeline in timed},
-        **{name: functools.partial(engine, name) for name in subject.entry.engines},
     }
 
 
@@ -201,21 +174,3 @@ def _turn(run: Callable[[], object], wait: Callable[[], object]) -> Callable[[],
         return seconds_of(run, wait)
 
     return turn
-
-
-def _interval(name: str, found: Ratio) -> dict[str, float]:
-    return {name: found.median, f"{name}_low": found.low, f"{name}_high": found.high}
-
-
-def _engines(subject: Subject, measured: Measured) -> dict[str, float]:
-    """The times of the other engines beside the model; one that is left out becomes a fact, with the reason."""
-    left_out = [f"{name}: {measured.failed[name][1]}" for name in ENGINES if name in measured.failed]
-    if left_out:
-        subject.facts["engines_left_out"] = "; ".join(left_out)
-    values: dict[str, float] = {}
-    for name in ENGINES:
-        if name in measured.times:
-            column = name.replace(".", "_")
-            values[f"latency_{column}_ms"] = 1e3 * float(np.median(measured.times[name]))
-            values |= _interval(f"latency_ratio_{column}", measured.beside(name, EAGER))
-    return values

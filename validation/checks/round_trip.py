@@ -12,17 +12,16 @@ from ..records import Finding, Outcome
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """Compare all of the graph before and after, in each dtype: undone by the pipeline's reverse, and by `undo`."""
-    values = 0
-    for dtype in subject.dtypes_of(pipeline):
-        if not sum(subject.rewritten(pipeline, dtype).sites):
-            return Finding(Outcome.NO_OP, "nothing to rewrite")
-        try:
-            for way, restored in subject.restored(pipeline, dtype):
-                with subject.entering("compare"):
-                    values += _compared(subject.traced(dtype), restored, way)
-        except UndoError as error:
-            return Finding(Outcome.FAIL, f"the round trip is not exact: {error}")
+    """Compare all of the graph before and after: undone by the pipeline's reverse, and by `undo`."""
+    dtype, values = subject.dtype_of(pipeline), 0
+    if not sum(subject.rewritten(pipeline, dtype).sites):
+        return Finding(Outcome.NO_OP, "nothing to rewrite")
+    try:
+        for way, restored in subject.restored(pipeline, dtype):
+            with subject.entering("compare"):
+                values += _compared(subject.traced(dtype), restored, way)
+    except UndoError as error:
+        return Finding(Outcome.FAIL, f"the round trip is not exact: {error}")
     return Finding(measurements={"values_compared": values})
 
 

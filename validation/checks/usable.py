@@ -39,7 +39,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
 
     What the model cannot, or the captured graph, is not asked of what was made of it: a fact says so.
     """
-    dtype = subject.dtypes_of(pipeline)[0]
+    dtype = subject.dtype_of(pipeline)
     if pipeline and not sum(subject.rewritten(pipeline, dtype).sites):
         return Finding(Outcome.NO_OP, "nothing to rewrite")
     traced = subject.traced(dtype)
@@ -49,12 +49,12 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     with subject.entering("usable"):
         for name, way in _ways(subject, pipeline).items():
             try:
-                made = way(module, subject.inputs(dtype))
-                actual = subject.run(made, dtype)
+                actual = subject.run(way(module, subject.inputs(dtype)), dtype)
                 # What torch makes of a graph may return other containers of the same.
                 if name in TORCH:
-                    limit = ROUNDING * _rounding(module, dtype)
-                    _compare(dict(leaves(expected)), dict(leaves(actual)), limit)
+                    _compare(
+                        dict(leaves(expected)), dict(leaves(actual)), ROUNDING * _rounding(module, dtype)
+                    )
                 else:
                     _compare(expected, actual)
             except MemoryError:
@@ -69,10 +69,11 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
                 used += 1
         try:
             _compare(expected, subject.run(module, dtype))
+            if not pipeline:  # the graph and the model exchange weights
+                traced.load_state_dict(origin.state_dict(), strict=True)
+                origin.load_state_dict(traced.state_dict(), strict=True)
         except Exception as error:  # such as of a layer whose weights have gone to another device
             problems.append(f"what is done with a copy changes the graph itself: {_text(error)}")
-        if not pipeline:
-            problems += _strangers(traced, subject.model(dtype))
     return Finding(Outcome.FAIL if problems else Outcome.PASS, "; ".join(problems), {"ways_used": used})
 
 
@@ -86,9 +87,7 @@ def _ways(subject: Subject, pipeline: tuple[str, ...]) -> dict[str, Way]:
     }
     # A single pass is in a full pipeline, too; and of a sweep there are hundreds, and torch.export is a case of its own.
     whole = not pipeline or len(subject.members(pipeline)) > 1
-    if whole and subject.entry.given and len(pipeline) <= 1:
-        ways |= TORCH
-    return ways
+    return ways | TORCH if whole and subject.entry.given and len(pipeline) <= 1 else ways
 
 
 def _saved(module: nn.Module, inputs: Inputs) -> nn.Module:
@@ -119,8 +118,7 @@ def _moved(module: nn.Module, inputs: Inputs) -> nn.Module:
         for name, tensor in tensors(wide).items():
             if tensor.is_floating_point() and tensor.dtype != torch.float64 and name not in fixed:
                 raise AssertionError(f"after .to(torch.float64), {name} is {tensor.dtype}")
-    copied = copy.deepcopy(module).to("meta")
-    for name, tensor in tensors(copied).items():
+    for name, tensor in tensors(copy.deepcopy(module).to("meta")).items():
         if tensor.device.type != "meta":
             raise AssertionError(f"after .to('meta'), {name} is not on that device")
     return module
@@ -164,16 +162,6 @@ def _compare(expected: object, actual: object, limit: float = 0.0) -> None:
     near = difference.max_rel <= limit if limit else unchanged(expected, actual)
     if not near:
         raise AssertionError(f"{difference.where} is {difference.max_rel:.3g} of its largest value off")
-
-
-def _strangers(traced: nn.Module, model: nn.Module) -> list[str]:
-    """Exchange weights between the model and its graph, and say what is wrong with that."""
-    try:
-        traced.load_state_dict(model.state_dict(), strict=True)
-        model.load_state_dict(traced.state_dict(), strict=True)
-    except RuntimeError as error:
-        return [f"the state_dict of the graph is not that of the model: {_text(error)}"]
-    return []
 
 
 def _text(error: Exception) -> str:

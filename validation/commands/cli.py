@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -14,8 +13,7 @@ from .. import report, store
 from ..records import FAILING, counted
 from ..regressions import trend
 from ..report import architectures, headline
-from ..report.markdown import comparison
-from .console import Json, one_line_errors, print_json, print_table
+from .console import one_line_errors, print_table
 from .validate import EVERYTHING_ELSE, HELP, validate
 from .zoo_commands import captured, zoo_app
 
@@ -70,7 +68,6 @@ def report_command(
     output: Annotated[
         Path | None, typer.Option(parser=_folder, help="Where to write; default: beside the run.")
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """Writes the Markdown and HTML views of a run, from its table alone."""
     with one_line_errors():
@@ -78,7 +75,7 @@ def report_command(
             raise store.ReportError(f"{run.name}: is a URL; name a folder of this machine with --output")
         table = store.read_run(run.path)
         written = report.write_views(table, output or _beside(run.path))
-    _say_what_is_written(table, written, as_json)
+    _say_what_is_written(table, written)
 
 
 @app.command("compare")
@@ -86,8 +83,6 @@ def compare_command(
     baseline: Run,
     current: Run,
     part: Annotated[bool, typer.Option(help="CURRENT is a part: what it lacks has not vanished.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="For the summary of a job on GitHub.")] = False,
-    as_json: Json = False,
 ) -> None:
     """Says what changed from BASELINE to CURRENT. Exit status: 0, or 1 when something got worse, or 2 for a mistake.
 
@@ -99,15 +94,10 @@ def compare_command(
             raise store.ReportError(f"{current}: has no case of {baseline}, so that nothing can be compared")
         since = headline.compared(before, after, part=part)
     found = since.changes
-    if as_json:
-        typer.echo(found.to_json(orient="records", indent=1))
-    elif markdown:
-        typer.echo(comparison(since))
-    else:
-        if not found.empty:
-            print_table(headline.marked(found).rename(columns={"regression": ""}))
-        typer.echo("\n".join(report.worse_lines(since)))
-        typer.echo(headline.changed(found))
+    if not found.empty:
+        print_table(headline.marked(found).rename(columns={"regression": ""}))
+    typer.echo("\n".join(report.worse_lines(since)))
+    typer.echo(headline.changed(found))
     if found["regression"].any():
         raise typer.Exit(1)
 
@@ -119,14 +109,12 @@ REPORTS = typer.Option(parser=_folder, help="The folder of reports: latest/, and
 
 
 @app.command("merge")
-def merge_command(
-    runs: Annotated[list[Path], PARTS], output: Annotated[Path, REPORTS], as_json: Json = False
-) -> None:
+def merge_command(runs: Annotated[list[Path], PARTS], output: Annotated[Path, REPORTS]) -> None:
     """Joins runs by case, the later row in the place of the earlier; merging the same again changes nothing."""
     with one_line_errors():
         table = store.merge([store.read_table(run) for run in runs])
         written = report.write_run(table, output)
-    _say_what_is_written(table.to_pandas(), written, as_json)
+    _say_what_is_written(table.to_pandas(), written)
 
 
 @app.command("accept")
@@ -186,25 +174,16 @@ def history_command(
         Path, typer.Argument(parser=_fetched, help="The directory, or URL, with one Parquet file a run.")
     ],
     case: Annotated[str, typer.Option(help="Follow one case, by its id.")] = "",
-    measurement: Annotated[str | None, typer.Option(help="What to follow. Default: latency_ratio.")] = None,
-    as_json: Json = False,
 ) -> None:
-    """One line a run, oldest first, and latencies that changed for good; with --case, one measurement of it run by run."""
+    """One line a run, oldest first, and latencies that changed for good; with --case, one case run by run."""
     with one_line_errors():
         table = store.history(directory)
-        if measurement:
-            trend.check_name(table, measurement)
-        lines = trend.follow(table, case, measurement or trend.LATENCY) if case else trend.runs(table)
-    changed = trend.latencies([run for _, run in table.groupby("run", sort=False)])
-    if as_json:
-        rows = {"runs": lines, "latencies": changed.iloc[:0] if case else changed}
-        data = {
-            name: json.loads(each.to_json(orient="records", date_format="iso")) for name, each in rows.items()
-        }
-        print_json(data)
-        return
+        lines = trend.follow(table, case) if case else trend.runs(table)
     print_table(lines)
-    if not case and not changed.empty:
+    if case:
+        return
+    changed = trend.latencies([run for _, run in table.groupby("run", sort=False)])
+    if not changed.empty:
         typer.echo(f"The latency of {counted(len(changed), 'case')} changed for good:")
         print_table(changed)
 
@@ -216,12 +195,9 @@ def _beside(run: Path) -> Path:
     return run.parent if run.name == "records.parquet" else run.with_suffix("")
 
 
-def _say_what_is_written(table: pd.DataFrame, written: report.Written, as_json: bool) -> None:
-    if as_json:
-        print_json({"files": [str(file) for file in written.files], "problems": written.problems})
-    else:
-        typer.echo(report.terminal_summary(table, written.files, written.since))
-        for problem in written.problems:
-            typer.echo(f"error: {problem}", err=True)
+def _say_what_is_written(table: pd.DataFrame, written: report.Written) -> None:
+    typer.echo(report.terminal_summary(table, written.files, written.since))
+    for problem in written.problems:
+        typer.echo(f"error: {problem}", err=True)
     if written.problems:
         raise typer.Exit(2)

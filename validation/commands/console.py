@@ -1,23 +1,15 @@
-"""How commands talk: tables for people, JSON for programs, and one line for what the user can mend."""
+"""How commands talk: tables, and one line for what the user can mend."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import Annotated
 
 import pandas as pd
-import pydantic_core
 import typer
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
 
 from fxopt.errors import FxoptError
-
-Json = Annotated[bool, typer.Option("--json", help="Print data for programs.")]
 
 
 @contextlib.contextmanager
@@ -34,16 +26,5 @@ def one_line_errors() -> Iterator[None]:
                 typer.echo(f"warning: {warning.message}", err=True)
 
 
-def print_json(data: object) -> None:
-    """JSON has neither NaN nor infinities: they become null."""
-    typer.echo(pydantic_core.to_json(data, indent=1, inf_nan_mode="null").decode())
-
-
 def print_table(table: pd.DataFrame) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=10_000)  # a file or a pipe has no edge at which to wrap
-    view = Table(*(Column(str(name), overflow="fold") for name in table.columns), box=box.SIMPLE_HEAD)
-    for row in table.itertuples(index=False, name=None):
-        view.add_row(*(escape(f"{value:.4g}" if isinstance(value, float) else str(value)) for value in row))
-    console.print(view)
+    typer.echo(table.to_string(index=False, float_format="{:.4g}".format))

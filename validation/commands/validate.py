@@ -5,28 +5,12 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections import Counter
 from typing import Any, TextIO, cast
 
 import pytest
 import typer
 
 import pytest_fxopt
-
-from ..records import Record
-from ..running.controller import received
-from .console import Json, print_json
-
-
-class _Records:
-    """A plugin that keeps the records of a run."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.records += filter(None, [received(report)])
-
 
 EVERYTHING_ELSE = {"allow_extra_args": True, "ignore_unknown_options": True}
 """All that is no option of the command goes to pytest."""
@@ -67,7 +51,7 @@ pytest_fxopt.pytest_addoption(cast(pytest.Parser, OPTIONS))
 HELP = "\n\n".join(["Options of the run:", *(f"--{name} {text}" for name, text in OPTIONS.items())])
 
 
-def validate(context: typer.Context, as_json: Json = False) -> None:
+def validate(context: typer.Context) -> None:
     """Run every case of a zoo: each model with each pass, with pairs, and with all of them.
 
     All other options go to pytest: -n auto for as many processes as there are cores, -k, -x, --lf, -q. Exit status: 0;
@@ -75,16 +59,10 @@ def validate(context: typer.Context, as_json: Json = False) -> None:
     """
     ours = re.compile(rf"--({'|'.join(OPTIONS)})(?=$|=)")
     given = [ours.sub(r"--fx-\1", each) if ours.match(each) else each for each in context.args]
-    found = _Records()
     # This process has imported fxopt already, so pytest cannot rewrite its assertions, and need not say so.
     quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     arguments = [*quiet, "-p", "pytest_fxopt", "--pyargs", str(__package__).rpartition(".")[0], *given]
-    out, err = (_Command(stream) for stream in (sys.stderr if as_json else sys.stdout, sys.stderr))
-    with contextlib.redirect_stdout(cast(TextIO, out)), contextlib.redirect_stderr(cast(TextIO, err)):
-        ended = pytest.main(arguments, plugins=[found])
-    status = STATUS.get(pytest.ExitCode(ended), int(ended))
-    if as_json:
-        outcomes = Counter(str(record.outcome) for record in found.records)
-        cases = [record.to_json() for record in found.records]
-        print_json({"status": status, "outcomes": outcomes, "cases": cases})
-    raise typer.Exit(status)
+    out, err = (cast(TextIO, _Command(stream)) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        ended = pytest.main(arguments)
+    raise typer.Exit(STATUS.get(pytest.ExitCode(ended), int(ended)))

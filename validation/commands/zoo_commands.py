@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -15,13 +15,14 @@ from fxopt.errors import FxoptError
 
 from .. import store
 from ..judging.subject import Subject
-from ..records import FAILING, Case, Check, counted
+from ..records import Case, Check, counted
 from ..running.run import Runner
-from ..zoo.entry import why_missing
-from ..zoo.passes import ZooError, passes_of
+from ..zoo.entry import is_installed
+from ..zoo.passes import passes_of
 from ..zoo.plan import plan, unmet
 from ..zoo.sources import load_zoo, recorded_sites, sites_file
-from .console import Json, one_line_errors, print_json
+from ..zoo.yaml_file import ZooError
+from .console import one_line_errors
 
 HEADER = """\
 # How many sites each pass rewrites, alone, in each model of the zoo: a pass that finds another number fails.
@@ -34,31 +35,19 @@ Zoo = Annotated[Path, typer.Argument(help="The zoo file.")]
 
 
 @zoo_app.command("check")
-def zoo_check_command(zoo: Zoo = Path("model_zoo.yaml"), as_json: Json = False) -> None:
+def zoo_check_command(zoo: Zoo = Path("model_zoo.yaml")) -> None:
     """Read a zoo file, and say what is wrong with it and what it plans. Exit status: 0, 1 for mistakes in it, or 2."""
-    data: dict[str, Any] = {"file": str(zoo), "models": [], "cases": 0, "skipped": {}, "mistakes": []}
     try:
         passes = passes_of(zoo)
         entries = load_zoo(zoo, passes)
-        data["mistakes"] = unmet(entries, passes, ["cpu", "cuda"])
-        data["models"], data["cases"] = [entry.name for entry in entries], len(plan(entries, passes, ["cpu"]))
-        reasons = {entry.name: why_missing(entry.requires) for entry in entries if entry.requires}
-        data["skipped"] = {name: reason for name, reason in reasons.items() if reason}
+        if mistakes := unmet(entries, passes, ["cpu", "cuda"]):
+            raise ZooError("\n".join(mistakes))
     except FxoptError as error:
-        data["mistakes"] = str(error).splitlines()
-    if as_json:
-        print_json(data)
-    else:
-        for name, reason in data["skipped"].items():
-            typer.echo(f"{name} would be skipped: {reason}")
-        for mistake in data["mistakes"]:
+        for mistake in str(error).splitlines():
             typer.echo(f"error: {mistake}", err=True)
-        if not data["mistakes"]:
-            typer.echo(
-                f"{zoo}: {counted(len(data['models']), 'model')}, {counted(data['cases'], 'case')} on a device"
-            )
-    if data["mistakes"]:
-        raise typer.Exit(1 if zoo.is_file() else 2)
+        raise typer.Exit(1 if zoo.is_file() else 2) from error
+    cases = counted(len(plan(entries, passes, ["cpu"])), "case")
+    typer.echo(f"{zoo}: {counted(len(entries), 'model')}, {cases} on a device")
 
 
 @zoo_app.command("sites")
@@ -77,17 +66,26 @@ def zoo_sites_command(
         if unknown := [name for name in model or () if name not in names]:
             raise ZooError(f"{zoo}: no model {unknown[0]!r}; there are {', '.join(names)}")
         runner = Runner(entries, passes)
-        for each in model or names:
-            results = {name: runner.run(Case(each, (name,), "cpu", Check.EFFECT)) for name in passes}
-            lacking = {name: row for name, row in results.items() if "sites" not in row.measurements}
-            kept = {name: count for name, count in found.get(each, {}).items() if name in lacking}
-            new = {n: int(row.measurements["sites"]) for n, row in results.items() if n not in lacking}
-            found[each] = {**kept, **new}
-            failed += [f"{name} in {each}" for name, row in lacking.items() if row.outcome in FAILING]
-            problems = [f"{row.outcome}: {row.reason}" for row in lacking.values()]
-            typer.echo(f"{each}: {problems[0] if problems else 'counted'}")
+        for entry in entries:
+            if model and entry.name not in model:
+                continue
+            if entry.requires and not is_installed(entry.requires):
+                typer.echo(f"{entry.name}: left out: {entry.requires} is not installed")
+                continue
+            counts = found.setdefault(entry.name, {})
+            for name in passes:
+                row = runner.run(Case(entry.name, (name,), "cpu", Check.EFFECT))
+                if "sites" in row.measurements:
+                    counts[name] = int(row.measurements["sites"])
+                else:
+                    failed.append(f"{name} in {entry.name} ({row.outcome}: {row.reason})")
+            typer.echo(f"{entry.name}: {len(counts)} passes counted")
         gc.unfreeze()  # the runner freezes what is imported
-        found = {name: counts for name, counts in found.items() if counts and name in names}
+        found = {
+            name: {key: count for key, count in found[name].items() if key in passes}
+            for name in names
+            if found.get(name)
+        }
         store.replace(sites_file(zoo), f"{HEADER}{yaml.safe_dump(found)}".encode())
         typer.echo(f"{sites_file(zoo)}: recorded")
         if failed:
@@ -100,7 +98,4 @@ def captured(zoo: Path, name: str) -> GraphModule:
     entries = {entry.name: entry for entry in load_zoo(zoo, passes)}
     if name not in entries:
         raise ZooError(f"{zoo}: no model {name!r}; there are {', '.join(entries)}")
-    entry = entries[name]
-    if entry.requires and (missing := why_missing(entry.requires)):
-        raise ZooError(f"{name}: {missing}")
-    return Subject(entry, "cpu", passes).traced(torch.float32)
+    return Subject(entries[name], "cpu", passes).traced(torch.float32)

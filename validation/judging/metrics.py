@@ -44,16 +44,6 @@ def cosine(reference: Output, candidate: Output) -> float:
     return min(one(tensor, candidate[path]) for path, tensor in reference.items())
 
 
-def max_abs_error(reference: Output, candidate: Output) -> float:
-    """The largest absolute difference of two values.
-
-    Example:
-        >>> max_abs_error({"a": torch.zeros(3)}, {"a": torch.tensor([0.0, -2.0, 1.0])})
-        2.0
-    """
-    return max(float((tensor - candidate[path]).abs().max()) for path, tensor in reference.items())
-
-
 def relative_error(reference: Output, candidate: Output) -> float:
     """The largest, over the tensors, of the norm of the difference divided by the norm of the reference.
 
@@ -69,4 +59,4 @@ def relative_error(reference: Output, candidate: Output) -> float:
     return max(one(tensor, candidate[path]) for path, tensor in reference.items())
 
 
-METRICS = {metric.__name__: metric for metric in (agreement, cosine, max_abs_error, relative_error)}
+METRICS = {metric.__name__: metric for metric in (agreement, cosine, relative_error)}

@@ -5,65 +5,50 @@ from __future__ import annotations
 import pprint
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jinja2
 
-from fxopt.rewriting.chosen_sites import AtSites
 from fxopt.rewriting.transformation import Transformation
 
 from ..records import Case, Check, Record
 from ..zoo import build
-from ..zoo.entry import Entry, PretrainedWeights, TrainedWeights, factory
-from .subject import FLOOR, LEAST_COSINE
+from ..zoo.entry import Entry, factory
+from .subject import FLOOR
 
 FOLDER = "repro"
 """The folder of the scripts, in a report."""
 
 NEEDED = {
-    Check.PARITY: ["Oracle", "minified"],
-    Check.EQUIVALENCE: ["Oracle", "minified"],
+    Check.PARITY: ["Oracle"],
+    Check.EQUIVALENCE: ["Oracle", "find_culprit"],
     Check.ACCURACY: ["Oracle", "leaves"],
     Check.ROUND_TRIP: ["assert_round_trip"],
 }
 """The checks that a script can show, and what it needs of `fxopt.testing`; others are about more than a model and its graph."""
 
 
-def script(
-    case: Case,
-    reason: str,
-    entry: Entry,
-    dtype: str,
-    passes: Sequence[Transformation],
-    verify: bool = False,
-    most_error: float = 0.0,
-) -> str:
+def script(case: Case, reason: str, entry: Entry, passes: Sequence[Transformation], limit: float) -> str:
     """The text of the script: it ends with 0 when the case is right; empty where a pass can be imported from nowhere.
 
-    `passes` are those that it takes to fail; `verify` says that it shows when sites are compared one by one alone, `most_error` how
-    far passes that do not preserve the computation may move the outputs.
+    `limit` is how far passes that do not preserve the computation may move the outputs.
     """
-    parts = [part for each in passes for part in _parts(each)]
-    if any("<locals>" in type(part).__qualname__ for part in parts):
+    if case.check not in NEEDED or any("<locals>" in type(each).__qualname__ for each in passes):
         return ""
     module, _, name = entry.model.rpartition(".")
     module = module or "transformers"
-    names = {(type(part).__module__, type(part).__qualname__.split(".")[0]) for part in parts}
+    names = {(type(each).__module__, type(each).__qualname__.split(".")[0]) for each in passes}
     names |= {(module, name)} | {("fxopt.testing", name) for name in ("randomise", *NEEDED[case.check])}
-    trained = isinstance(entry.weights, TrainedWeights)
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     template = Path(__file__).with_name("repro.jinja").read_text(encoding="utf-8")
     return environment.from_string(template).render(
         case=case.id,
         check=str(case.check),
         floor=FLOOR,
-        least_cosine=LEAST_COSINE,
-        largest_error=most_error,
+        limit=limit,
         reason=_wrapped(reason),
         package=module.partition(".")[0],
-        note="\nThe weights are random here, not trained as in the case." if trained else "",
-        verify=verify,
         local=any(source.partition(".")[0] not in ("fxopt", "transformers", "torch") for source, _ in names),
         imports=[
             f"from {source} import {', '.join(sorted(name for other, name in names if other == source))}"
@@ -73,12 +58,10 @@ def script(
         entry=entry,
         model=name,
         config=pprint.pformat(entry.config, width=100, sort_dicts=False),
-        pretrained=isinstance(entry.weights, PretrainedWeights),
         configured=hasattr(factory(entry), "config_class"),
         made=build.make_inputs(entry),
         device=repr(case.device),
         symbols=sorted({symbol for free in entry.dynamic_shapes.values() for symbol in free.values()}),
-        dtype=f"torch.{dtype}",
     )
 
 
@@ -107,9 +90,3 @@ def _wrapped(text: str) -> str:
     """A text in lines, as a docstring can have it."""
     wrapper = textwrap.TextWrapper(110, break_long_words=False, break_on_hyphens=False)
     return "\n".join(map(wrapper.fill, text.replace('"""', "'''").splitlines()))
-
-
-def _parts(pass_: Transformation) -> Iterator[Transformation]:
-    yield pass_
-    if isinstance(pass_, AtSites):
-        yield pass_.rewrite

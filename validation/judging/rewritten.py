@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
-from torch.fx.node import map_aggregate
+from torch.fx import GraphModule
 
 from fxopt.rewriting.composition import compose
 from fxopt.rewriting.history import history
-from fxopt.rewriting.signature import stable_text
 from fxopt.rewriting.transformation import Transformation
 
 Refusals = tuple[tuple[str, str, str], ...]
@@ -26,8 +22,7 @@ Refusals = tuple[tuple[str, str, str], ...]
 class Rewritten:
     """A copy of the graph after a pipeline.
 
-    `sites` has for a pass alone how many it rewrote (`sites_of`); for each of several that did something, in order, how
-    many nodes it marked, or 1. `tampered` names the tensors and modules of the graph it was made from that a pass changed.
+    `sites` has for a pass alone, or for each of several that did something, how many it rewrote (`sites_of`). `tampered` names the tensors and modules of the graph it was made from that a pass changed.
     """
 
     module: GraphModule
@@ -47,7 +42,7 @@ def rewrite(traced: GraphModule, passes: Sequence[tuple[str, Transformation]]) -
         sites = [sites_of(whole, traced, module)]
     else:
         module = compose(*(pass_ for _, pass_ in passes))(module)
-        sites = [step.nodes or 1 for step in history(module)]
+        sites = [step.sites for step in history(module)]
     return Rewritten(module, tuple(sites), tuple(_tampered(traced, kept, kept_tensors)))
 
 
@@ -71,8 +66,10 @@ def explained(traced: GraphModule, name: str, pass_: Transformation) -> Explaine
 
 
 def sites_of(pass_: Transformation, before: GraphModule, after: GraphModule) -> int:
-    """How many nodes a pass marked as transformed; 1 if it marked none, but changed the graph module."""
-    return len(pass_.get_transformed_nodes(after)) or int(differ(before, after))
+    """How many sites a pass rewrote, as its history says; 1 if it says none, but the graph module is another."""
+    steps = history(after)[len(history(before)) :]
+    sites = sum(step.sites for step in steps if step.signature == pass_.signature)
+    return sites or int(differ(before, after))
 
 
 def differ(before: GraphModule, after: GraphModule) -> bool:
@@ -81,35 +78,6 @@ def differ(before: GraphModule, after: GraphModule) -> bool:
         return True
     mine, its = tensors(before), tensors(after)
     return mine.keys() != its.keys() or any(not _same(tensor, its[name]) for name, tensor in mine.items())
-
-
-def size(module: GraphModule) -> dict[str, int]:
-    """The nodes of a graph, and the modules that they call."""
-    calls = module.graph.find_nodes(op="call_module")
-    return {"nodes": len(module.graph.nodes), "modules": len({node.target for node in calls})}
-
-
-def computation(module: GraphModule) -> str:
-    """A digest of what a graph computes: of its calls with their inputs, layers, and values bit for bit.
-
-    Neither names of nodes and modules nor the order of independent nodes are in it.
-    """
-    digests: dict[Node, str] = {}
-    for node in module.graph.nodes:
-        arguments = map_aggregate(
-            (node.args, node.kwargs), lambda a: digests[a] if isinstance(a, Node) else a
-        )
-        target: object = node.target if node.op != "output" else ""
-        if node.op == "call_module":
-            layer = module.get_submodule(str(target))
-            target = repr(layer), layer.training, stable_text(tensors(layer))
-        elif node.op == "get_attr":
-            target = stable_text(operator.attrgetter(str(target))(module))
-        elif callable(target):
-            target = stable_text(target)
-        text = repr((node.op, target, arguments))
-        digests[node] = hashlib.sha256(text.encode()).hexdigest()
-    return hashlib.sha256("".join(sorted(digests.values())).encode()).hexdigest()[:12]
 
 
 def _called(module: GraphModule) -> list[tuple[str, bool]]:

@@ -36,9 +36,6 @@ FLOOR = 8.0
 farther: the model may be exact by chance.
 """
 
-LEAST_COSINE = 0.99
-"""Below this the outputs point elsewhere: more than rounding or an approximation."""
-
 UNSTATED = 0.01
 """The tolerance of a pass that does not preserve the computation and states none."""
 
@@ -66,7 +63,7 @@ class Subject:
     timing: float = TIMING
 
     def __post_init__(self) -> None:
-        self.dtype = "+".join(self.entry.dtypes)
+        self.dtype: str = self.entry.dtype
         self.stage = ""
         self.measurements: dict[str, float | int] = {}
         self.facts: dict[str, str] = {}
@@ -76,7 +73,7 @@ class Subject:
     def forget(self) -> None:
         """Let go of all that was made: after a failure it may be half made, and its memory is needed."""
         self._models: dict[torch.dtype, nn.Module] = {}
-        self._inputs: dict[tuple[tuple[str, int], ...], dict[str, Tensor]] = {}
+        self._inputs: dict[str, Tensor] = {}
         self._judged: tuple[torch.dtype, float] | None = None
         self._oracles: dict[torch.dtype, Oracle] = {}
         self._captured: dict[torch.dtype, Captured] = {}
@@ -96,17 +93,17 @@ class Subject:
         self.entered(stage)
 
     @property
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtypes of the entry: its own first."""
-        return [getattr(torch, name) for name in self.entry.dtypes]
+    def own(self) -> torch.dtype:
+        """The dtype of the entry."""
+        return getattr(torch, self.entry.dtype)  # type: ignore[no-any-return]
 
-    def dtypes_of(self, pipeline: tuple[str, ...]) -> list[torch.dtype]:
-        """The dtypes in which what a pipeline makes is checked.
+    def dtype_of(self, pipeline: tuple[str, ...]) -> torch.dtype:
+        """The dtype in which what a pipeline makes is checked.
 
         Of a sweep, with its hundreds of models, what preserves the computation is proved, and no more.
         """
         exact = all(pass_.preserves_computation for _, pass_ in self.members(pipeline))
-        return [self.wide] if exact and pipeline and not self.entry.given else self.dtypes
+        return self.wide if exact and pipeline and not self.entry.given else self.own
 
     def most_error(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> float:
         """How far a pipeline that does not preserve the computation may move an output, relative to its norm.
@@ -116,6 +113,12 @@ class Subject:
         passes = [pass_ for _, pass_ in self.members(pipeline) if not pass_.preserves_computation]
         stated = sum(UNSTATED if each.tolerance is None else each.tolerance for each in passes)
         return (self.entry.tolerance(pipeline) or stated) + FLOOR * torch.finfo(dtype).eps
+
+    def without_tolerance(self, pipeline: tuple[str, ...]) -> str:
+        """The first pass of a pipeline that may move the outputs, and does not say how far; empty where there is none."""
+        members = self.members(pipeline)
+        names = (n for n, pass_ in members if not pass_.preserves_computation and pass_.tolerance is None)
+        return next(names, "")
 
     @property
     def wide(self) -> torch.dtype:
@@ -137,14 +140,13 @@ class Subject:
                     self._models[dtype] = copy.deepcopy(self._models[torch.float32]).to(dtype)
         return self._models[dtype]
 
-    def inputs(self, dtype: torch.dtype, **sizes: int) -> dict[str, Tensor]:
-        """Fresh inputs, floating ones in `dtype`; those of a sweep in other sizes, too."""
-        key = tuple(sizes.items())
-        if key not in self._inputs:
-            self._inputs[key] = build.make_inputs(self.entry, self.model(torch.float32), **sizes)
+    def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Fresh inputs, floating ones in `dtype`."""
+        if not self._inputs:
+            self._inputs = build.make_inputs(self.entry, self.model(torch.float32))
         return {
             name: value.to(self.device, dtype if value.is_floating_point() else None, copy=True)
-            for name, value in self._inputs[key].items()
+            for name, value in self._inputs.items()
         }
 
     def oracle(self, dtype: torch.dtype) -> Oracle:
@@ -251,7 +253,7 @@ class Subject:
         if self.entry.given:
             return torch.float64, RTOL_FLOAT64
         if self._judged is None:
-            own = self.dtypes[0]
+            own = self.own
             model, wide = self.model(own), self.model(torch.float64)
             with self.entering("run the model"):
                 if where := not_finite(self.run(model, own)):

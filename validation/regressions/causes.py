@@ -24,7 +24,6 @@ _SEVERITY = (
     "error",
     "limit",
     "accuracy",
-    "grade",
     "compared",
     "sites",
 )

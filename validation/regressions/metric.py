@@ -81,11 +81,8 @@ METRICS: dict[str, Metric] = {
     "*_error*": Metric(
         "error", "lower", factor=10, floor=1e-12, text="the error of outputs, held against `tolerance`"
     ),
-    # Near zero many are no fault: told, and no regression.
-    "ulps*": Metric("error", factor=10, floor=8.0, text="the error of outputs, in units in the last place"),
     "tolerance*": Metric("limit", "lower", factor=10, text="the limit of the error"),
     "agreement*": Metric("accuracy", "higher", difference=0.02, text="the share of equal predictions"),
-    "*accuracy*": Metric("accuracy", "higher", difference=0.02, text="the share of right answers in a task"),
     # Below 0.99 its check fails.
     "cosine*": Metric(
         "accuracy", "higher", difference=1e-3, text="the cosine of outputs with those of the model"
@@ -122,8 +119,6 @@ METRICS: dict[str, Metric] = {
         "context", factor=math.inf, text="how many uses of the graph were tried: copy, pickle, save, ..."
     ),
     "nodes*": Metric("size", factor=1.1, text="the nodes of the graph"),
-    "modules*": Metric("size", factor=1.1, text="the modules that the graph calls"),
-    "parameters*": Metric("size", factor=1.1, text="the parameters"),
     "timing_threads": Metric("context", factor=math.inf, text="the threads of a timed run"),
 }
 """The metrics by the patterns of names; the first that fits counts."""

@@ -40,20 +40,13 @@ def runs(history: pd.DataFrame) -> pd.DataFrame:
     return table.reset_index()
 
 
-def follow(history: pd.DataFrame, case: str, measurement: str) -> pd.DataFrame:
-    """One measurement of one case, run by run, with the outcome; raises `ReportError` for an unknown name."""
-    check_name(history, measurement)
+def follow(history: pd.DataFrame, case: str) -> pd.DataFrame:
+    """One case, run by run: its outcome, and what it measured; raises `ReportError` for an unknown case."""
     rows = history[history["id"] == case]
     if rows.empty:
         raise ReportError(f"no run in this history has a case {case!r}")
-    return rows[["run", "commit", "torch", "device_name", "outcome", measurement]].reset_index(drop=True)
-
-
-def check_name(history: pd.DataFrame, measurement: str) -> None:
-    """Raises `ReportError` for a measurement that no run has."""
-    if measurement not in measurements_of(history):
-        known = ", ".join(measurements_of(history))
-        raise ReportError(f"no run in this history has a measurement {measurement!r}; there are: {known}")
+    measured = [name for name in measurements_of(rows) if rows[name].notna().any()]
+    return rows[["run", "commit", "torch", "outcome", *measured]].reset_index(drop=True)
 
 
 def latencies(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:

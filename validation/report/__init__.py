@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from .. import store
-from . import architectures, headline, html, markdown, tables
+from . import architectures, headline, html, markdown
 
 T = TypeVar("T")
 
 MOST_CAUSES = 20
 
-PAGES = ("report.html", "architectures.md")
-"""The page of a run, and of a sweep."""
+PAGES = ("summary.md", "report.html", "architectures.md")
+"""The pages of a run, and that of a sweep."""
 
 
 @dataclasses.dataclass
@@ -71,27 +71,29 @@ def write_views(table: pd.DataFrame, directory: Path, history: Path | None = Non
     """
     written = Written()
     history = history or directory.parent / "history"
-    runs = written.attempt(lambda: headline.earlier(table, history), history) or []
-    changed = written.attempt(lambda: headline.since(table, runs), history)
-    views: dict[Path, Callable[[], str]] = {}
-    pages, of_passes = directory / "compatibility", directory / "passes"
+    since = written.attempt(lambda: headline.since(table, headline.earlier(table, history)), history)
+    ran = headline.ran(table)
+    views: dict[Path, Callable[[], str]] = {
+        directory / "summary.md": lambda: markdown.summary(table, since),
+        directory / "report.html": lambda: html.document(table, since),
+        **{
+            directory / f"compatibility/{name}.md": functools.partial(markdown.compatibility, table, name)
+            for name in ran["model"].unique()
+        },
+        **{
+            directory / f"passes/{name}.md": functools.partial(markdown.of_pass, ran, name)
+            for name in markdown.single_passes(ran)
+        },
+    }
     if headline.is_sweep(table):
-        views[directory / "architectures.md"] = functools.partial(architectures.document, table)
-    else:
-        views[directory / "summary.md"] = functools.partial(markdown.summary, table, changed)
-        views[directory / "report.html"] = functools.partial(html.document, table, runs, changed)
-        ran = headline.ran(table)
-        for model, stem in markdown.file_stems(ran["model"].unique()).items():
-            views[pages / f"{stem}.md"] = functools.partial(markdown.compatibility, table, model)
-        for name, stem in markdown.file_stems(markdown.single_passes(ran)).items():
-            views[of_passes / f"{stem}.md"] = functools.partial(markdown.of_pass, ran, name)
-    for file in {*pages.glob("*.md"), *of_passes.glob("*.md"), *views}:
+        views = {directory / "architectures.md": lambda: architectures.document(table)}
+    for file in {*directory.glob("compatibility/*.md"), *directory.glob("passes/*.md"), *views}:
         view = views.get(file)
         if view and written.attempt(functools.partial(_write, file, view), file):
             written.files.append(file)
         else:
             file.unlink(missing_ok=True)
-    return Written(sorted(written.files), written.problems, changed)
+    return Written(sorted(written.files), written.problems, since)
 
 
 def _write(file: Path, view: Callable[[], str]) -> Path:
@@ -103,16 +105,13 @@ def _write(file: Path, view: Callable[[], str]) -> Path:
 def terminal_summary(
     table: pd.DataFrame, files: Sequence[Path] = (), since: headline.Since | None = None
 ) -> str:
-    """The causes of regressions or failures, the counts of each model, the files, and last the page of the run and what it found, as plain text."""
+    """The causes of regressions or failures, the pages, and last what the run found, as plain text."""
     # Those of a part are its own: the views also hold what was not run again.
     whole = since if since and not store.missing(table) else headline.since(table, [])
-    lines = worse_lines(whole)
-    swept = headline.is_sweep(table)
-    counts = architectures.summary(table) if swept else tables.counts(headline.ran(table))
-    listed = sorted(files, key=lambda file: file.name in PAGES)
-    ends = [*map(str, listed), headline.verdict(table)]
-    parts = [lines, [counts.to_string(index=False)], headline.not_run(table), ends]
-    return "\n\n".join(map("\n".join, filter(None, parts)))
+    numbers = architectures.summary(table).to_string(index=False) if headline.is_sweep(table) else ""
+    ends = [*(str(file) for file in files if file.name in PAGES), headline.verdict(table)]
+    parts = [worse_lines(whole), [numbers], headline.not_run(table), ends]
+    return "\n\n".join(filter(None, map("\n".join, parts)))
 
 
 def worse_lines(since: headline.Since) -> list[str]:

@@ -16,9 +16,6 @@ from ..regressions.metric import BUSY
 from ..store import ReportError, missing, read_run
 from ..zoo.sources import SOURCE
 
-MOST = 10
-"""Reasons for not running cases that are told one by one."""
-
 
 def verdict(table: pd.DataFrame) -> str:
     """How many of the cases that ran have failed; what was skipped did not run.
@@ -32,17 +29,11 @@ def verdict(table: pd.DataFrame) -> str:
 
 
 def not_run(table: pd.DataFrame) -> list[str]:
-    """A sentence for each reason why cases were not run or judged, and one for the cases that the plan has besides."""
-    skipped = table[table["outcome"] == Outcome.SKIP]
-    reasons = skipped.groupby("reason").agg(cases=("id", "size"), models=("model", "nunique"))
-    reasons = reasons.sort_values("cases", ascending=False)
-    told = [
-        f"{counted(row.cases, 'case')} of {counted(row.models, 'model')} not run: {reason}"
-        for reason, row in reasons.head(MOST).iterrows()
-    ]
-    if len(reasons) > MOST:
-        rest = reasons.iloc[MOST:]
-        told.append(f"{counted(int(rest['cases'].sum()), 'case')} not run for {len(rest):,} other reasons")
+    """A sentence for cases that were not run or are not judged, and one for those that the plan has besides."""
+    told = []
+    if len(skipped := table[table["outcome"] == Outcome.SKIP]):
+        cases, models = counted(len(skipped), "case"), counted(skipped["model"].nunique(), "model")
+        told.append(f"{cases} of {models} not run: {skipped['reason'].value_counts().index[0]}")
     if BUSY.name in table and (busy := table.loc[table[BUSY.name] > BUSY.most, "model"].nunique()):
         told.append(
             f"The machine was busy in the time measurements of {counted(busy, 'model')}: these latencies and times are not judged"

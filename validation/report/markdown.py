@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Iterable
 
 import pandas as pd
 
-from ..records import AGAIN, FAILING, Check, Outcome
+from ..records import AGAIN, FAILING, Outcome
 from . import headline as headlines
 from . import tables
-from .pipelines import fastest, optimized, orders, steps
+from .pipelines import optimized
 
-MARKS = {Outcome.PASS: "✅", Outcome.NO_OP: "▫️", Outcome.SKIP: "⏭️", Outcome.EXPECTED: "⚠️"}
+MARKS = {
+    Outcome.PASS: "✅",
+    Outcome.NO_OP: "▫️",
+    Outcome.SKIP: "⏭️",
+    Outcome.EXPECTED: "⚠️",
+    Outcome.UNJUDGED: "❔",
+}
 FAILED = "❌"
 
 
@@ -23,15 +27,12 @@ def summary(table: pd.DataFrame, since: headlines.Since | None = None) -> str:
     verdict = tables.verdicts(ran)
     single = verdict[~verdict["pipeline"].str.contains("+", regex=False)]
     composed = verdict[verdict["pipeline"].str.contains("+", regex=False)]
-    accuracy = tables.accuracy(ran)
     compositions = []
     if len(composed):
         compositions = ["## Compositions", pipes(tables.matrix(composed))]
-        compositions += ["## Where the order matters", ORDERS, pipes(orders(ran)) or "Nowhere."]
-    linked = {"compatibility": file_stems(ran["model"].unique()), "passes": file_stems(single_passes(ran))}
+    linked = {"compatibility": sorted(ran["model"].unique()), "passes": single_passes(ran)}
     models, passes = (
-        " · ".join(f"[{escape(name)}]({folder}/{stem}.md)" for name, stem in stems.items())
-        for folder, stems in linked.items()
+        " · ".join(f"[{name}]({folder}/{name}.md)" for name in names) for folder, names in linked.items()
     )
     return page(
         "# Validation",
@@ -42,25 +43,16 @@ def summary(table: pd.DataFrame, since: headlines.Since | None = None) -> str:
         pipes(pd.DataFrame(tables.conditions(table).items(), columns=["made with", ""])),
         "## Failures",
         pipes(tables.problems(table)) or "None.",
-        REPEATED if table["outcome"].isin(FAILING).any() else "",
+        REPEATED.format(options=_options(table)) if table["outcome"].isin(FAILING).any() else "",
         *_changes(since),
-        "## Fastest pipeline of each model",
-        FASTEST,
-        pipes(fastest(verdict)) or "Nothing was timed.",
         "## `fxopt.optimize`",
         pipes(optimized(ran)) or "Nothing was optimized.",
         "## Verdicts",
         LEGEND,
         pipes(tables.matrix(single)) or "None.",
         *compositions,
-        "## Latency, by that of the graph, with 95 % intervals",
-        pipes(tables.speed(table)) or "Nothing was timed.",
-        "## Accuracy" if len(accuracy) else "",
-        pipes(accuracy),
-        "## Cases by outcome",
-        pipes(tables.counts(ran)) or "None.",
         "## Failed as expected",
-        pipes(tables.excuses(table)) or "None.",
+        pipes(tables.problems(table, [Outcome.EXPECTED])) or "None.",
         "## Why sites were refused",
         pipes(tables.refusals(table)) or "No site was refused.",
     )
@@ -79,16 +71,11 @@ def compatibility(table: pd.DataFrame, model: str) -> str:
         headline(own.assign(plan="")),
         LEGEND,
         "## Passes and devices",
-        pipes(tables.compatibility(table, model)),
-        "## Checks",
-        pipes(tables.checks(table, model)),
-        "## What each pass of the full pipelines adds",
-        pipes(steps(own).drop(columns="model", errors="ignore")) or "Nothing was measured.",
+        pipes(tables.compatibility(own)),
         "## Failures",
         pipes(tables.problems(own)) or "None.",
         "## Why sites were refused",
         pipes(tables.refusals(own).drop(columns="models")) or "No site was refused.",
-        *(block for check in Check for block in _measurements(own[own["check"] == check], check)),
     )
 
 
@@ -99,7 +86,7 @@ def of_pass(table: pd.DataFrame, name: str) -> str:
         f"# {escape(name)}",
         headline(own.assign(plan="")),
         "## Models",
-        pipes(tables.of_pass(table, name)),
+        pipes(tables.compatibility(own)),
         "## Where it rewrites",
         pipes(tables.places(table, name)) or "No site is listed.",
         "## Why sites were refused",
@@ -110,16 +97,14 @@ def of_pass(table: pd.DataFrame, name: str) -> str:
 
 
 REPEATED = (
-    f"`{AGAIN.format(model='MODEL', case='CASE')}` runs one of them again, and `python repro/CASE.py`, beside this file, "
+    f"`{AGAIN.format(model='MODEL', case='CASE')}{{options}}` runs one of them again, and `python repro/CASE.py`, beside this file, "
     "shows it without the harness. Both end with 0 when it is right."
 )
 
 
-def _measurements(rows: pd.DataFrame, check: Check) -> list[str]:
-    """The measurements of one check: each check has numbers of its own, and all of them in one table are too wide to read."""
-    measured = tables.measurements(rows)
-    same = [name for name in ("model", "device", "check", "dtype") if measured[name].nunique() <= 1]
-    return [f"## Measured by {check}", pipes(measured.drop(columns=same))] if len(measured) else []
+def _options(table: pd.DataFrame) -> str:
+    """The options with which `fxopt validate` finds the zoo and the passes of a run."""
+    return str(table["options"].iloc[0] or "") if "options" in table else ""
 
 
 def _worse(since: headlines.Since | None) -> list[str]:
@@ -144,37 +129,11 @@ def _changes(since: headlines.Since | None) -> list[str]:
     return [f"## Changes since {since.run}", f"{headlines.changed(since.changes)}.", pipes(worse.head(50))]
 
 
-FASTEST = (
-    "Safe is a pipeline that preserves the computation and whose checks all passed. Times are by that of the graph as "
-    "captured, with 95 % intervals, and by that of the model run eagerly; what is not beyond the A/A floor is no effect."
-)
-
-ORDERS = (
-    "Pairs of passes that give another graph in the other order, in how many models, and passes that rewrite what they have "
-    "made themselves. Both orders are compared with the model, and so is a pass applied twice: these are facts, no faults."
-)
-
 LEGEND = (
     "A verdict is the worst outcome of the checks of a pass: `pass` was compared and found right, `no-op` "
-    "found nothing to rewrite, `expected` failed as `model_zoo.yaml` says it does. "
+    "found nothing to rewrite, `expected` failed as `model_zoo.yaml` says it does, `unjudged` moved the outputs without a stated limit. "
     "A dash: not planned, or nothing to measure."
 )
-
-
-def comparison(since: headlines.Since, most: int = 100) -> str:
-    """The changes between two runs, as the summary of a job on GitHub takes it: causes, and behind a click all changes."""
-    table = since.changes.drop(columns="regression")
-    worse, others = table[since.changes["regression"]], table[~since.changes["regression"]]
-    folded = []
-    for name, rows in (("regressions", worse), ("other changes", others)):
-        if len(rows):
-            lines = _first(rows, most)
-            folded += [f"<details><summary>{len(rows):,} {name}, one by one</summary>", *lines, "</details>"]
-    return page(f"# {headlines.changed(since.changes)}", *_worse(since), *folded)
-
-
-def _first(rows: pd.DataFrame, most: int) -> list[str]:
-    return [pipes(rows.head(most)), f"... and {len(rows) - most:,} more" if len(rows) > most else ""]
 
 
 def headline(table: pd.DataFrame) -> str:
@@ -194,25 +153,6 @@ def escape(text: object) -> str:
     line = " ".join(str(text).split())
     line = re.sub(r"([\\`*|\[\]])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;"))
     return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", line)
-
-
-def file_stems(names: Iterable[str]) -> dict[str, str]:
-    """A file name for each model: its own where every file system takes it, else a safe one with a digest.
-
-    Example:
-        >>> file_stems(["bert-base", "org/bert"])
-        {'bert-base': 'bert-base', 'org/bert': 'org-bert-8fe84004'}
-    """
-    stems: dict[str, str] = {}
-    taken: set[str] = set()
-    for name in sorted(names):
-        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:80]
-        if not stem or stem != name or stem.lower() in taken:
-            digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:8]
-            stem = "-".join(filter(None, [stem, digest]))
-        taken.add(stem.lower())
-        stems[name] = stem
-    return stems
 
 
 def pipes(table: pd.DataFrame) -> str:

@@ -78,22 +78,6 @@ def number(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) and not math.isnan(value) else ABSENT
 
 
-def effect(row: Mapping[Hashable, Any]) -> str:
-    """`faster`, `slower`, or empty where the row shows neither.
-
-    Runs from before there was an A/A arm have the interval alone.
-
-    Example:
-        >>> effect({"latency_ratio_low": 0.8, "latency_ratio_high": 0.9}), effect({"latency_effect": "slower"})
-        ('faster', 'slower')
-    """
-    stated = row.get("latency_effect")
-    if isinstance(stated, str) and stated:
-        return stated if stated in ("faster", "slower") else ""
-    low, high = (float(row.get(f"latency_ratio_{end}", math.nan)) for end in ("low", "high"))
-    return "faster" if high < 1 else "slower" if low > 1 else ""
-
-
 def pipeline_label(pipeline: str) -> str:
     """A pipeline as text.
 

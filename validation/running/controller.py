@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
-import math
 import shlex
 import signal
 import threading
@@ -20,12 +18,10 @@ import pytest
 
 from .. import report, store
 from ..judging import repro
-from ..records import AGAIN, FAILING, Case, Outcome, Record, counted
+from ..records import AGAIN, EXCUSED, FAILING, Case, Outcome, Record
 from ..timing import timing_threads
 from .fleet import Fleet
 from .pool import Pool
-
-PROPERTY = "fx-record"
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,11 +36,9 @@ class Controller:
     pool: Pool | Fleet  # runs the cases, in processes of this machine or on a cluster
     workers: int  # how many of them at once
     content: Callable[[Case], str]  # the digest of what a case is made of
-    budget: float | None = None  # the seconds after which the run ends, whatever is left
     resume: bool = False  # go on with a run that was cut
 
     def __post_init__(self) -> None:
-        self._end = time.monotonic() + self.budget if self.budget else math.inf
         self._journal: store.Journal | None = None
         self._records: dict[str, Record] = {}
         self._problems: list[str] = []
@@ -76,9 +70,9 @@ class Controller:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """In the place of pytest's own loop, except for a debugger, which needs the cases in this process."""
+        """In the place of pytest's own loop."""
         option = session.config.option
-        if option.collectonly or option.usepdb:
+        if option.collectonly:
             return None
         if session.testsfailed and not option.continue_on_collection_errors:
             return None  # pytest says so, and ends
@@ -96,13 +90,11 @@ class Controller:
         with contextlib.closing(self._recorded([self.cases[name] for name in items], begun)) as records:
             for record in records:
                 item = items[record.case.id]
+                self._keep(record)
                 now = time.time()
                 for each in reports(item, record, now - record.seconds, now):
                     item.ihook.pytest_runtest_logreport(report=each)
                 item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-                if time.monotonic() > self._end and len(self._records) < len(items):
-                    left = counted(len(items) - len(self._records), "case")
-                    session.shouldstop = f"its budget is spent with {left} left; --fx-resume goes on with it"
                 _stop_if_asked(session)
         return True
 
@@ -111,7 +103,6 @@ class Controller:
     ) -> Generator[Record, None, None]:
         """The records of a run that was cut; then of the cases that may share the machine; then, alone, of the timed ones."""
         earlier = self._journal.earlier if self._journal else {}
-        self.pool.remember(earlier.values())
         for case in [case for case in cases if case in earlier]:
             begun(case)
             yield earlier[case]
@@ -119,11 +110,8 @@ class Controller:
         yield from self.pool.run([case for case in cases if not case.timed], self.workers, begun)
         yield from self.pool.run([case for case in cases if case.timed], 1, begun)
 
-    @pytest.hookimpl(tryfirst=True)  # before anything that may fail, or say that it was the last
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        record = received(report)
-        if record is None or self._journal is None:
-            return
+    def _keep(self, record: Record) -> None:
+        assert self._journal is not None
         record = dataclasses.replace(record, content=self.content(record.case))
         self._records[record.case.id] = record
         try:
@@ -204,17 +192,6 @@ def _once(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def send(record: Record) -> tuple[str, str]:
-    """A record as a property of a test report: name and value."""
-    return PROPERTY, json.dumps(record.to_json())
-
-
-def received(report: pytest.TestReport) -> Record | None:
-    """The record that the report of a test brings; none if it is no case, or of its setup or teardown."""
-    sent = [value for name, value in report.user_properties if name == PROPERTY and report.when == "call"]
-    return Record.from_json(json.loads(str(sent[-1]))) if sent else None
-
-
 def case_id(nodeid: str) -> str:
     """The id of the case that a test of the harness is."""
     return nodeid.partition("[")[2].removesuffix("]")
@@ -226,14 +203,15 @@ def reports(item: pytest.Item, record: Record, start: float, stop: float) -> Ite
     longrepr: str | tuple[str, int, str] | None = None
     if record.outcome in FAILING:
         outcome, longrepr = "failed", failure(record, item)
-    elif record.outcome in (Outcome.EXPECTED, Outcome.REFUSED, Outcome.SKIP):
+    elif record.outcome in (*EXCUSED, Outcome.SKIP):
         path, line, _ = item.location
         outcome, longrepr = "skipped", (path, line or 0, f"Skipped: {record.reason}")
     made: Any = functools.partial(
         pytest.TestReport, item.nodeid, item.location, dict.fromkeys(item.keywords, 1), stop=stop
     )
-    call = made(outcome, longrepr, "call", user_properties=[send(record)], duration=stop - start, start=start)
-    if record.outcome in (Outcome.EXPECTED, Outcome.REFUSED):
+    call = made(outcome, longrepr, "call", duration=stop - start, start=start)
+    call.is_no_op = record.outcome is Outcome.NO_OP
+    if record.outcome in EXCUSED:
         call.wasxfail = record.reason
     return call, made("passed", None, "teardown", start=stop)
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import platform
 import socket
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+from fxopt.errors import FxoptError
+
 from ..records import Case, Outcome, Record
 from ..store import version
-from .pool import PRELOADED, Make, Pool, deaths
+from .pool import PRELOADED, Make, Pool
 
 HELD_BACK = 0.05
 """Seconds for which records wait for others, so that cases of a millisecond do not cost a message each."""
@@ -31,18 +32,17 @@ ANSWER = 5.0
 """Seconds in which the head of a cluster has to accept a connection."""
 
 
-class FleetError(RuntimeError):
+class FleetError(FxoptError):
     """The cluster cannot be used: the message says why, before any case has run."""
 
 
 @dataclasses.dataclass
 class _Chunk:
-    """Cases of one model on one device, all or none of them timed, that one task runs, how often it was lost, and the bytes set aside for it."""
+    """Cases of one model on one device, all or none of them timed, that one task runs, and how often it was lost."""
 
     cases: deque[Case]
     timed: bool
     lost: int = 0
-    memory: int = 0
 
 
 class Fleet:
@@ -51,7 +51,6 @@ class Fleet:
     Ray places the tasks and finds out that nodes are gone; what happens to a case on its node, `Pool` decides. Cases
     that a lost node had begun or not begun run on another one; those whose record has arrived do not run again. A
     timed case has its node to itself. The cluster is at `address`, as for `ray.init`; empty starts one on this machine.
-    `memory` gives the bytes that a case of a model may need, which Ray sets aside; 0 where that is not known.
 
     Raises `FleetError` where Ray is not installed, the cluster does not answer, or its nodes have other versions.
     """
@@ -60,23 +59,14 @@ class Fleet:
         self,
         make: Make,
         limit: Callable[[Case], float],
-        expected: Callable[[tuple[str, str]], float] = lambda group: 0.0,
-        judged: Callable[[Record], Record] = lambda record: record,
         preload: Collection[str] = PRELOADED_THERE,
         address: str = "",
-        memory: Callable[[str], float] = lambda model: 0.0,
     ) -> None:
         self._ray = _connected(address)
-        self._expected, self._judged, self._memory = expected, judged, functools.cache(memory)
-        self._parts = self._ray.put((make, limit, judged, preload))
+        self._parts = self._ray.put((make, limit, preload))
         self._run = self._ray.remote(max_retries=0, num_returns="streaming")(_run)
         self._gone: set[str] = set()
-        self._deaths: Counter[tuple[str, str]] = Counter()
         _check_versions(self._ray)
-
-    def remember(self, records: Iterable[Record]) -> None:
-        """As of `Pool`."""
-        self._deaths += deaths(records)
 
     def run(
         self, cases: Iterable[Case], workers: int = 0, begun: Callable[[Case], None] = lambda case: None
@@ -93,11 +83,6 @@ class Fleet:
                     time.sleep(1.0)  # no node is there for what waits; Ray may be starting one
                     continue
                 ready, _ = self._ray.wait(list(running), timeout=1.0)
-                if not ready:
-                    alive = self._alive()
-                    for task, (chunk, _) in running.items():
-                        if chunk.cases and self._set_aside(chunk, alive) < chunk.memory:
-                            self._ray.cancel(task)  # the node that it waits for is lost: it is placed anew
                 for task in ready:
                     chunk, place = running[task]
                     for record in self._heard(task, chunk, place):
@@ -113,56 +98,33 @@ class Fleet:
                 self._ray.cancel(task, force=True)
 
     def _chunks(self, cases: Iterable[Case]) -> list[_Chunk]:
-        """The cases by model and device, those expected to take longest first, the timed ones last.
-
-        In pieces where nodes would be idle, but not the timed ones, which are timed beside each other.
-        """
-        groups: dict[tuple[bool, str, str], list[Case]] = {}
+        """The cases by model and device, the most cases first, the timed ones last."""
+        groups: dict[tuple[bool, str, str], deque[Case]] = {}
         for case in cases:
-            groups.setdefault((case.timed, case.model, case.device), []).append(case)
-        shared = -(-self._slots() // max(1, len(groups)))
-        order = sorted(groups, key=lambda group: (group[0], -self._expected(group[1:]), -len(groups[group])))
-        return [
-            _Chunk(deque(groups[group][first::pieces]), timed=group[0])
-            for group in order
-            for pieces in [1 if group[0] else min(shared, len(groups[group]))]
-            for first in range(pieces)
-        ]
-
-    def _slots(self) -> int:
-        return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+            groups.setdefault((case.timed, case.model, case.device), deque()).append(case)
+        order = sorted(groups, key=lambda group: (group[0], -len(groups[group])))
+        return [_Chunk(groups[group], timed=group[0]) for group in order]
 
     def _place(self, chunk: _Chunk, running: dict[Any, tuple[_Chunk, str]]) -> str | None:
         """The node for a timed chunk, where nothing else runs; "" where Ray may choose; None when all are busy."""
         if not chunk.timed:
-            return "" if len(running) < 2 * self._slots() else None
-        if any(not place for _, place in running.values()):
-            return None
+            return "" if len(running) < 2 * self._ray.cluster_resources().get("CPU", 1) else None
         taken = {place for _, place in running.values()}
-        alive = self._alive()
-        memory = self._set_aside(chunk, alive)
-        fit = (node["NodeID"] for node in _able(chunk, alive) if _memory_of(node) >= memory)
-        return next((node for node in fit if node not in taken), None)
-
-    def _alive(self) -> list[Any]:
-        """The nodes that are there, the busy ones as well."""
-        return [node for node in self._ray.nodes() if node["Alive"] and node["NodeID"] not in self._gone]
-
-    def _set_aside(self, chunk: _Chunk, alive: list[Any]) -> int:
-        """The bytes of memory for a chunk; no more than the largest node has, where it is then alone."""
-        if not (wanted := self._memory(chunk.cases[0].model)):
-            return 0
-        return int(min(wanted, max(map(_memory_of, _able(chunk, alive)), default=0)))
+        if "" in taken:
+            return None
+        needed = "GPU" if _on_gpu(chunk) else "CPU"
+        alive = (
+            node["NodeID"] for node in self._ray.nodes() if node["Alive"] and needed in node["Resources"]
+        )
+        return next((node for node in alive if node not in taken | self._gone), None)
 
     def _submit(self, chunk: _Chunk, place: str) -> Any:
         options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(_on_gpu(chunk))}
-        options["memory"] = chunk.memory = self._set_aside(chunk, self._alive())
         if place:
             strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
             options["scheduling_strategy"] = strategy(node_id=place, soft=False)
-        return self._run.options(**options).remote(
-            self._parts, list(chunk.cases), 0.0 if chunk.lost else HELD_BACK, self._deaths
-        )
+        held_back = 0.0 if chunk.lost else HELD_BACK
+        return self._run.options(**options).remote(self._parts, list(chunk.cases), held_back)
 
     def _heard(self, task: Any, chunk: _Chunk, place: str) -> Iterator[Record | None]:
         """The records that a task has sent, and None when it has ended, or its node has."""
@@ -182,7 +144,7 @@ class Fleet:
                 reason = f"its node or process was lost {ATTEMPTS} times ({type(error).__name__})"
                 out_of_memory = isinstance(error, self._ray.exceptions.OutOfMemoryError)
                 outcome = Outcome.MEMORY if out_of_memory else Outcome.CRASH
-                yield self._judged(Record(chunk.cases.popleft(), outcome, "", reason))
+                yield Record(chunk.cases.popleft(), outcome, "", reason)
             yield None
         else:
             chunk.lost = 0
@@ -195,30 +157,19 @@ def _on_gpu(chunk: _Chunk) -> bool:
     return chunk.cases[0].device.partition(":")[0] == "cuda"
 
 
-def _able(chunk: _Chunk, nodes: list[Any]) -> list[Any]:
-    """The nodes that can run a chunk."""
-    needed = "GPU" if _on_gpu(chunk) else "CPU"
-    return [node for node in nodes if node["Resources"].get(needed)]
-
-
-def _memory_of(node: Any) -> float:
-    return node["Resources"].get("memory", 0.0)  # type: ignore[no-any-return]
-
-
 def _run(
-    parts: tuple[Make, Any, Any, Collection[str]],
+    parts: tuple[Make, Any, Collection[str]],
     cases: Sequence[Case],
     held_back: float,
-    died: Counter[tuple[str, str]],
 ) -> Iterator[list[Record]]:
     """Work on a task on its node: a pool of one process, and its records as they arrive.
 
     After a loss nothing is held back: the first case without a record is then the one that was running.
     """
-    make, limit, judged, preload = parts
+    make, limit, preload = parts
     held: list[Record] = []
     since = time.monotonic()
-    pool = Pool(make, limit, judged=judged, preload=preload, died=died)
+    pool = Pool(make, limit, preload=preload)
     for record in pool.run(cases, 1):
         held.append(record)
         if time.monotonic() - since >= held_back:
@@ -261,25 +212,18 @@ def _check_versions(ray: Any) -> None:
     """Raise a FleetError that names the nodes whose versions are not those of this process."""
     ours = versions()
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-    asked = {
-        node["NodeManagerAddress"]: ray.remote(versions)
-        .options(num_cpus=0, scheduling_strategy=strategy(node_id=node["NodeID"], soft=False))
-        .remote()
-        for node in ray.nodes()
-        if node["Alive"]
-    }
-    differences = []
-    for node, answer in asked.items():
+    for node in ray.nodes():
+        if not node["Alive"]:
+            continue
+        here = strategy(node_id=node["NodeID"], soft=False)
+        asked = ray.remote(versions).options(num_cpus=0, scheduling_strategy=here).remote()
+        where = node["NodeManagerAddress"]
         try:
-            theirs = ray.get(answer)
+            theirs = ray.get(asked)
         except ray.exceptions.TaskUnschedulableError:  # lost meanwhile
             continue
         except ray.exceptions.RayError as error:  # such as of a node without this package
-            raise FleetError(
-                f"the harness cannot run on {node}: {str(error).strip().splitlines()[-1]}"
-            ) from error
-        wrong = [name for name, version in ours.items() if theirs.get(name) != version]
-        differences += [f"{node} has {name} {theirs.get(name) or 'not at all'}" for name in wrong]
-    if differences:
-        here = ", ".join(f"{name} {version}" for name, version in ours.items())
-        raise FleetError(f"the nodes differ from this machine ({here}): {'; '.join(differences)}")
+            text = str(error).strip().splitlines()[-1]
+            raise FleetError(f"the harness cannot run on {where}: {text}") from error
+        if theirs != ours:
+            raise FleetError(f"the nodes differ from this machine ({ours}): {where} has {theirs}")

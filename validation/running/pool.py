@@ -42,30 +42,22 @@ class PoolError(RuntimeError):
 class Pool:
     """Runs cases in processes of their own, those of one model in the same one while there are any.
 
-    What `make`, which is pickled, makes runs the cases, each for at most `limit` seconds; those of a model that are
-    `expected` to take longest come first. `judged` has the last word on the record of a case that hung or died, such as
-    that it was expected; `died` says how often models have done so before. All workers import the modules in `preload`.
+    What `make`, which is pickled, makes runs the cases, each for at most `limit` seconds. All workers import the modules
+    in `preload`.
     """
 
     def __init__(
         self,
         make: Make,
         limit: Callable[[Case], float],
-        expected: Callable[[tuple[str, str]], float] = lambda group: 0.0,
-        judged: Callable[[Record], Record] = lambda record: record,
         preload: Collection[str] = PRELOADED,
-        died: Counter[tuple[str, str]] | None = None,
     ) -> None:
-        self._make, self._limit, self._expected, self._judged = make, limit, expected, judged
+        self._make, self._limit = make, limit
         forks = "forkserver" in multiprocessing.get_all_start_methods()
         self._context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
             self._context.set_forkserver_preload(list(preload))
-        self._deaths = Counter(died or {})
-
-    def remember(self, records: Iterable[Record]) -> None:
-        """Counts the deaths among the records of an earlier part of the run."""
-        self._deaths += deaths(records)
+        self._deaths = Counter[tuple[str, str]]()
 
     def run(
         self, cases: Iterable[Case], workers: int, begun: Callable[[Case], None] = lambda case: None
@@ -74,7 +66,7 @@ class Pool:
 
         `begun` is told each case that starts. Raises `PoolError` when a worker does not start.
         """
-        waiting = _Queue(cases, self._expected)
+        waiting = _Queue(cases)
         pool: list[_Worker] = []
         try:
             while waiting or any(worker.case for worker in pool):
@@ -91,7 +83,7 @@ class Pool:
                         if self._deaths[_group(case)] < MOST_DEATHS:
                             worker.begin(case, self._limit(case))
                         else:
-                            yield self._judged(Record(case, Outcome.CRASH, NOT_TRIED, UNTRIED))
+                            yield Record(case, Outcome.CRASH, "", UNTRIED)
                 busy = sum(worker.case is not None for worker in pool)
                 while len(pool) < min(workers, busy + len(waiting)):
                     pool.append(_Worker(self._context, self._make))
@@ -101,27 +93,14 @@ class Pool:
                     if worker.dead:
                         pool.remove(worker)
                         if record := worker.obituary():
-                            record = self._judged(record)
-                            self._deaths[_group(record.case)] += record.outcome is not Outcome.EXPECTED
+                            self._deaths[_group(record.case)] += 1
                             yield record
         finally:
             for worker in pool:
                 worker.end()
 
 
-NOT_TRIED = "not tried"
 UNTRIED = f"this model has hung or died in {MOST_DEATHS} cases, and is not tried for its others"
-
-
-def deaths(records: Iterable[Record]) -> Counter[tuple[str, str]]:
-    """How often each model has hung or died; its process alone knows the dtype, so that these records have none."""
-    return Counter(
-        _group(record.case)
-        for record in records
-        if record.outcome in (Outcome.TIMEOUT, Outcome.MEMORY, Outcome.CRASH)
-        and not record.dtype
-        and record.stage != NOT_TRIED
-    )
 
 
 def _group(case: Case) -> tuple[str, str]:
@@ -130,13 +109,13 @@ def _group(case: Case) -> tuple[str, str]:
 
 
 class _Queue:
-    """The cases that wait, by group, the group that is expected to take longest first."""
+    """The cases that wait, by group, the largest one first."""
 
-    def __init__(self, cases: Iterable[Case], expected: Callable[[tuple[str, str]], float]) -> None:
+    def __init__(self, cases: Iterable[Case]) -> None:
         groups: dict[tuple[str, str], deque[Case]] = {}
         for case in cases:
             groups.setdefault(_group(case), deque()).append(case)
-        order = sorted(groups, key=lambda group: (-expected(group), -len(groups[group])))
+        order = sorted(groups, key=lambda group: -len(groups[group]))
         self._groups = {group: groups[group] for group in order}
         self._length = sum(map(len, groups.values()))
 

@@ -15,12 +15,15 @@ from fxopt.errors import TraceError
 from fxopt.rewriting.transformation import Transformation
 
 from .. import checks
-from ..judging.diagnosis import BEFORE_PASSES, Diagnoses
+from ..judging import repro
 from ..judging.repro import portable
 from ..judging.subject import TIMING, Subject
 from ..records import FAILING, Case, Check, Finding, Outcome, Record
-from ..zoo.entry import Entry, judged, why_missing
+from ..zoo.entry import Entry, judged
 from ..zoo.sources import marked
+
+BEFORE_PASSES = ("load", "run the model", "capture")
+"""The stages before there is anything to check, of which no pass is to blame."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,16 +43,12 @@ class Runner:
         self._case: Case | None = None
         self._started = 0.0
         self._lost: tuple[str, str] | None = None
-        self._diagnoses = Diagnoses()
 
     def run(self, case: Case) -> Record:
         """Run a case to its record. Raises nothing but `KeyboardInterrupt`."""
         self._case, self._started = case, time.perf_counter()
         subject = self._subject_of(case)
         subject.measurements, subject.facts = {}, {}
-        if missing := why_missing(subject.entry.requires) if subject.entry.requires else "":
-            subject.enter("load")
-            return self._record(Finding(Outcome.SKIP, missing), subject)
         if self._lost and not (case.check is Check.PEER and self._lost[0] == "capture"):
             stage, reason = self._lost
             subject.enter(stage)
@@ -58,24 +57,25 @@ class Runner:
         try:
             finding = self._checks[case.check](subject, case.pipeline)
         except (Exception, SystemExit) as error:  # the boundary: models and passes may raise anything
-            finding, repro = self._diagnosed(_finding_of(error, subject.stage), subject)
+            finding = _finding_of(error, subject.stage)
             if not subject.entry.given and subject.stage in BEFORE_PASSES:  # all its cases end there
                 self._lost = subject.stage, _text(error)
                 finding = _lost(error, finding, subject.stage, case.check)
+            record = self._record(finding, subject)
             subject.forget()
             self._collect()
-        else:
-            if subject.stage == "start":  # else the check has named the stage that it ended in
-                subject.enter("compare" if finding.outcome in FAILING else "")
-            finding, repro = self._diagnosed(finding, subject)
-        return dataclasses.replace(self._record(finding, subject), repro=repro)
+            return record
+        if subject.stage == "start":  # else the check has named the stage that it ended in
+            subject.enter("compare" if finding.outcome in FAILING else "")
+        return self._record(finding, subject)
 
-    def _diagnosed(self, finding: Finding, subject: Subject) -> tuple[Finding, str]:
-        """A failure with the place where it is wrong, and a script that shows it; a sweep has hundreds."""
+    def _script(self, case: Case, finding: Finding, subject: Subject) -> str:
+        """A script that shows a failure without the harness; a sweep has hundreds."""
         if finding.outcome not in (Outcome.FAIL, Outcome.ERROR) or not subject.entry.given:
-            return finding, ""
-        assert self._case is not None
-        return self._diagnoses.of(subject, self._case, finding, time.perf_counter() - self._started)
+            return ""
+        passes = [pass_ for _, pass_ in subject.members(case.pipeline)]
+        limit = subject.most_error(case.pipeline, subject.own)
+        return repro.script(case, portable(finding.reason), subject.entry, passes, limit)
 
     def _collect(self) -> None:
         gc.collect()
@@ -109,6 +109,7 @@ class Runner:
             measurements=subject.measurements | finding.measurements,
             refusals=finding.refusals,
             facts={name: portable(text) for name, text in subject.facts.items()},
+            repro=self._script(self._case, finding, subject),
         )
         return marked(subject.entry, judged(subject.entry.known_failures, record))
 

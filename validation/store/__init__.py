@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .journal import Journal
-from .past import accept, append_history, history, read_run, read_table, seconds_by_case, write_table
+from .past import accept, append_history, history, read_run, read_table, write_table
 from .place import Place
 from .provenance import Run, processor, version
 from .table import (
@@ -38,7 +38,6 @@ __all__ = [
     "read_run",
     "read_table",
     "replace",
-    "seconds_by_case",
     "table_of",
     "version",
     "write_table",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import warnings
 from pathlib import Path
@@ -29,14 +28,10 @@ from .table import (
 
 
 def write_table(table: pa.Table, directory: Path) -> list[Path]:
-    """Writes `records.parquet`, and `records.csv` for those who have no Parquet reader."""
+    """Writes `records.parquet`."""
     directory.mkdir(parents=True, exist_ok=True)
-    files = [directory / "records.parquet", directory / "records.csv"]
-    replace(files[0], parquet(table))
-    frame = table.to_pandas()
-    frame["refusals"] = [json.dumps(list(refusals)) for refusals in frame["refusals"]]
-    replace(files[1], frame.to_csv(index=False).encode())
-    return files
+    replace(directory / "records.parquet", parquet(table))
+    return [directory / "records.parquet"]
 
 
 def append_history(table: pa.Table, directory: Path) -> Path:
@@ -65,18 +60,6 @@ def history(directory: Path) -> pd.DataFrame:
     return joined.sort_values(["started", "run", "id"], ignore_index=True)
 
 
-def seconds_by_case(directory: Path) -> dict[str, float]:
-    """How long each case took in the runs of a directory, by its id."""
-    seconds: dict[str, float] = {}
-    for file in sorted(directory.glob("*.parquet")):
-        with contextlib.suppress(ReportError, pa.ArrowException):  # without it, only the order is another
-            if "engine" in pq.read_schema(file).names:
-                continue  # a benchmark's table beside the runs
-            table = read_run(file)
-            seconds |= dict(zip(table["id"], table["seconds"], strict=True))
-    return seconds
-
-
 def accept(case: str, reason: str, current: Path, baseline: Path) -> None:
     """Puts the row of one case into a baseline, with the reason, or takes it out where `current` lacks it.
 
@@ -95,10 +78,8 @@ def accept(case: str, reason: str, current: Path, baseline: Path) -> None:
     if row.num_rows:
         found = row.to_pylist()[0]
         if found["outcome"] in FAILING:
-            known = {"check": found["check"], "pipeline": found["pipeline"], "stage": found["stage"]}
-            entry = ", ".join(
-                f"{key}: {json.dumps(value)}" for key, value in {**known, "reason": reason}.items()
-            )
+            known = {"check": found["check"], "pipeline": found["pipeline"], "reason": reason}
+            entry = ", ".join(f"{key}: {json.dumps(value)}" for key, value in known.items())
             raise ReportError(f"{case} fails; its model may say so in the zoo: known_failures: [{{{entry}}}]")
         row = row.set_column(row.column_names.index("accepted"), "accepted", pa.array([reason]))
     elif rest.num_rows == old.num_rows:

@@ -9,15 +9,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from .table import ReportError, first_line
 
 PAUSE, SHARE = 10.0, 0.05
 """Seconds between two times that a run sends what it has found, and the most of its time that sending may take."""
-
-STATED = ("size", "ETag", "etag", "mtime", "created", "LastModified", "last_modified")
-"""The facts by which a file at a URL is known to be still the same; drivers of fsspec give some of them."""
 
 MARK = ".fxopt"
 """A file of the folder that stands in for a URL; where it is gone, so is the folder, though one may be there anew."""
@@ -45,44 +41,40 @@ class Place:
             if self._files.protocol == ("file", "local"):
                 self.path, self.far = Path(root), False
                 return
-            self._root: str = root
-            self._there = self._stated()
-            self._folder = self.path = Path(tempfile.mkdtemp(prefix="fxopt-reports-"))
-            self._fetched = False
+            self._files.invalidate_cache()
+            there = self._files.find(root)
+            is_file = there == [root]
+            self._root: str = root.rpartition("/")[0] if is_file else root
+            self._folder, self._next = Path(tempfile.mkdtemp(prefix="fxopt-reports-")), 0.0
+            self._sent: dict[str, tuple[int, int]] | None = None
             atexit.register(self._remove)
             (self._folder / MARK).touch()
-            if [*self._there] == [""]:  # a file
-                self._root, _, file = root.rpartition("/")
-                self._there, self.path = {file: self._there[""]}, self._folder / file
-            if self._there:
-                there = [f"{self._root.rstrip('/')}/{name}" for name in self._there]
-                self._files.get(there, [str(self._folder / name) for name in self._there])
-        self._sent, self._next, self.empty, self._fetched = self._stamps(), 0.0, not self._there, True
+            names = [file.removeprefix(self._root).lstrip("/") for file in there]
+            if names:
+                self._files.get(there, [str(self._folder / name) for name in names])
+        self._sent, self.empty = self._stamps(), not names
+        self.path = self._folder / names[0] if is_file else self._folder
 
     def send(self) -> None:
-        """Has the URL follow the folder: sends what is new there, and then removes what is gone.
+        """Has the URL follow the folder: sends what is new there, and removes what this run has fetched or sent and deleted.
 
-        What another has written there since, or is kept for good, is not removed. Raises `ReportError` when the folder is
-        gone, or sending fails; what was sent before stays, and the next time sends the rest.
+        Raises `ReportError` when the folder is gone, or sending fails; the next time sends the rest.
         """
         if not self.far:
             return
         if not (self._folder / MARK).exists():  # else all at the URL would seem to be gone, too
             raise ReportError(f"{self._folder}: is gone, so that nothing more can be sent to {self.name}")
-        began, now = time.monotonic(), self._stamps()
-        new = [name for name, stamp in now.items() if self._sent.get(name) != stamp]
+        began, now, sent = time.monotonic(), self._stamps(), self._sent or {}
+        new = [name for name, stamp in now.items() if sent.get(name) != stamp]
+        gone = [name for name in sent.keys() - now.keys() if not name.startswith(KEPT)]
         try:
             with self._asked(f"written, so that {self._folder} keeps what is not there"):
                 if new:
-                    self._files.put(
-                        [str(self._folder / name) for name in new], [f"{self._root}/{name}" for name in new]
-                    )
-                there = self._stated()
-                self._there |= {name: there[name] for name in new if name in there}
-                for name in self._sent.keys() - now.keys():
-                    if name in there and there[name] == self._there.get(name) and not name.startswith(KEPT):
-                        with contextlib.suppress(FileNotFoundError):
-                            self._files.rm_file(f"{self._root}/{name}")
+                    folder = [str(self._folder / name) for name in new]
+                    self._files.put(folder, [f"{self._root}/{name}" for name in new])
+                for name in gone:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._files.rm_file(f"{self._root}/{name}")
                 self._sent = now
         finally:
             took = time.monotonic() - began
@@ -98,13 +90,6 @@ class Place:
         """A text with the files of the folder as they are called there."""
         return str(text).replace(str(self._folder), self.name.rstrip("/")) if self.far else str(text)
 
-    def _stated(self) -> dict[str, dict[str, Any]]:
-        """The facts that tell the files at the URL from later ones, by their name; "" is what the URL names, a file."""
-        self._files.invalidate_cache()
-        found = self._files.find(self._root, detail=True).items()
-        named = {file.removeprefix(self._root).lstrip("/"): info for file, info in found if not _hidden(file)}
-        return {name: {fact: info[fact] for fact in STATED if fact in info} for name, info in named.items()}
-
     def _stamps(self) -> dict[str, tuple[int, int]]:
         """Changes with a file, by its name; hidden files are locks, and files that are not finished."""
         files = [file for file in self._folder.rglob("[!.]*") if file.is_file()]
@@ -112,7 +97,7 @@ class Place:
         return {name: (fact.st_mtime_ns, fact.st_size) for name, fact in facts.items()}
 
     def _remove(self) -> None:
-        if not self._fetched or self._stamps() == self._sent:
+        if self._sent is None or self._stamps() == self._sent:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -122,7 +107,3 @@ class Place:
         except Exception as error:  # the boundary: the packages behind fsspec have errors of their own
             text = f"{type(error).__name__}: {first_line(error)}"
             raise ReportError(f"{self.name}: cannot be {what} ({text})") from error
-
-
-def _hidden(file: str) -> bool:
-    return file.rpartition("/")[2].startswith(".")

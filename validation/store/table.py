@@ -26,7 +26,7 @@ DESCRIBED: dict[str, tuple[pa.DataType, str]] = {
     "check": (pa.string(), "the check"),
     "dtype": (
         pa.string(),
-        "the dtypes of the model, joined by `+`; of a sweep, the one that it was judged in",
+        "the dtype of the model; of a sweep, the one that it was judged in",
     ),
     "outcome": (pa.string(), "how the case ended"),
     "stage": (pa.string(), "the stage in which it ended"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,66 +17,39 @@ import fxopt
 from fxopt.errors import TraceError
 from fxopt.testing import randomise
 
-from . import digits
-from .entry import Entry, Input, Limits, PretrainedWeights, TrainedWeights, factory, why_missing
+from .entry import Entry, Input, factory
 from .sources import Architecture
 
 
 def build_model(entry: Entry) -> nn.Module:
     """The model of an entry in float32 on the CPU, in evaluation mode.
 
-    Unless its weights were learned, every bias, scale and running statistic gets a random value: fresh ones
+    Unless its weights are pretrained, every bias, scale and running statistic gets a random value: fresh ones
     are 0 and 1, which makes wrong folds look right.
     """
     if isinstance(entry, Architecture):
-        return entry.make().build(entry.model)
-    weights = entry.weights
-    if isinstance(weights, PretrainedWeights):
-        place = weights.folder or weights.hub
-        cls: Any = factory(entry)
-        model = cls.from_pretrained(place, revision=weights.revision, dtype=torch.float32, **entry.config)
+        swept: nn.Module = entry.make().build(entry.model)
+        return swept
+    function: Any = factory(entry)
+    if entry.weights.pretrained:
+        where, revision = entry.weights.pretrained, entry.weights.revision
+        model = function.from_pretrained(where, revision=revision, dtype=torch.float32, **entry.config)
         return model.eval()  # type: ignore[no-any-return]
     with torch.random.fork_rng():
-        torch.manual_seed(weights.seed)
-        model = _from_config(entry)
+        torch.manual_seed(entry.weights.seed)
+        config_class: Any = getattr(function, "config_class", None)
+        model = function(config_class(**entry.config)) if config_class else function(**entry.config)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{entry.name}: {entry.model} returned {type(model).__name__}, not an nn.Module")
-    if isinstance(weights, TrainedWeights):
-        digits.train(model, weights.seed)
-    else:
-        randomise(model, weights.seed)
-    return model.float().eval()
-
-
-BASE, FACTOR = 1.5e9, 12.0
-"""The memory of a case: so many bytes, and so many times those of the weights; docs/fleet.md says of what cases that is the peak."""
-
-
-def memory_of(entry: Entry) -> float:
-    """The bytes that a case of an entry may need: as it says, else reckoned from its weights, which are not made for that.
-
-    A model of a sweep is small. One that cannot be made without its weights is taken for small, with a warning.
-    """
-    if entry.memory is not None:
-        return entry.memory * 1e9
-    if isinstance(entry, Architecture) or (entry.requires and why_missing(entry.requires)):
-        return BASE
-    try:
-        with torch.device("meta"):
-            model = _from_config(entry)
-        weights = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-    except Exception as error:  # the boundary: a model may do anything when it is made
-        text = f"cannot be reckoned ({type(error).__name__}: {error}): say `memory`, in GB, in the zoo"
-        warnings.warn(f"{entry.name}: the memory that its cases need {text}", stacklevel=2)
-        return BASE
-    return BASE + FACTOR * 4 * int(weights)
+    return randomise(model, entry.weights.seed).float().eval()
 
 
 def make_inputs(entry: Entry, model: nn.Module | None = None, **sizes: int) -> dict[str, Tensor]:
     """The inputs of an entry: integers as int64, noise as float32; those of a sweep fit `model`, and come in `sizes`."""
     if isinstance(entry, Architecture):
         assert model is not None
-        return entry.make().example_inputs(model, **sizes)
+        inputs: dict[str, Tensor] = entry.make().example_inputs(model, **sizes)
+        return inputs
     generator = torch.Generator().manual_seed(0)
     return {name: _tensor(spec, generator) for name, spec in entry.inputs.items()}
 
@@ -95,15 +67,6 @@ def free_sizes(entry: Entry, model: nn.Module) -> dict[str, dict[int, Any]] | No
         for name, value in inputs.items()
     }
     return free if any(free.values()) else None
-
-
-def _from_config(entry: Entry) -> Any:
-    function, weights = factory(entry), entry.weights
-    config_class: Any = getattr(function, "config_class", None)
-    if isinstance(weights, PretrainedWeights):
-        place = weights.folder or weights.hub
-        return function(config_class.from_pretrained(place, revision=weights.revision, **entry.config))
-    return function(config_class(**entry.config)) if config_class else function(**entry.config)
 
 
 def _tensor(spec: Input, generator: torch.Generator) -> Tensor:
@@ -152,11 +115,7 @@ def capture(entry: Entry, model: nn.Module, inputs: Mapping[str, Tensor]) -> Cap
 
 def named_shapes(entry: Entry) -> Shapes:
     """The `dynamic_shapes` of an entry, in the form that `fxopt.trace` and `torch.export` take."""
-
-    @functools.cache
-    def dim(symbol: str) -> Any:
-        return Dim(symbol, **entry.dims.get(symbol, Limits()).model_dump(exclude_none=True))
-
+    dim = functools.cache(Dim)
     return {
         name: {d: dim(symbol) for d, symbol in free.items()} for name, free in entry.dynamic_shapes.items()
     }

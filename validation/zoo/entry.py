@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import fnmatch
 import functools
-import importlib
 import importlib.util
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from fxopt.importing import imported
 
 from ..records import FAILING, Case, Check, Outcome, Record
 
 Symbol = Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]
-Dtype = Literal["float32", "bfloat16", "float16"]
 Reason = Annotated[str, Field(min_length=1)]
 
 
@@ -29,36 +27,23 @@ class Strict(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class RandomWeights(Strict):
-    """Weights as the model initialises them under a seed."""
+class Weights(Strict):
+    """The weights of a model: random under a seed, or pretrained."""
 
-    source: Literal["random"]
     seed: int = 0
-
-
-class PretrainedWeights(Strict):
-    """Weights from a local folder, or from the hub at a fixed revision."""
-
-    source: Literal["pretrained"]
-    folder: str | None = None
-    hub: str | None = None
+    """The seed of random weights."""
+    pretrained: str | None = None
+    """A local folder, or a model of the hub."""
     revision: str | None = None
+    """The revision of a model of the hub."""
 
     @pydantic.model_validator(mode="after")
-    def _one_place(self) -> PretrainedWeights:
-        if (self.folder is None) == (self.hub is None):
-            raise ValueError("give either `folder` or `hub`")
-        if (self.hub is None) != (self.revision is None):
-            raise ValueError("`hub` and `revision` belong together: a hub id alone changes under your feet")
+    def _fixed(self) -> Weights:
+        if self.pretrained and not self.revision and not Path(self.pretrained).is_dir():
+            raise ValueError(
+                f"{self.pretrained} is no folder, and a model of the hub needs a `revision`: it may change"
+            )
         return self
-
-
-class TrainedWeights(Strict):
-    """Weights trained in the run, on real data that comes with a package."""
-
-    source: Literal["trained"]
-    task: Literal["digits"]
-    seed: int = 0
 
 
 class Input(Strict):
@@ -86,21 +71,6 @@ class Input(Strict):
         return self
 
 
-class Limits(Strict):
-    """The sizes of a free dimension, as of `torch.export.Dim`."""
-
-    min: PositiveInt | None = None
-    """The smallest size."""
-    max: PositiveInt | None = None
-    """The largest size."""
-
-    @pydantic.model_validator(mode="after")
-    def _free(self) -> Limits:
-        if self.min and self.max and self.min >= self.max:
-            raise ValueError(f"`max` is to be larger than `min`, and {self.min}..{self.max} is no free size")
-        return self
-
-
 class KnownFailure(Strict):
     """Cases that fail, and why that is accepted. Passing them is a failure too: the entry is out of date."""
 
@@ -110,14 +80,6 @@ class KnownFailure(Strict):
     """Names of passes joined by `+`, a named pipeline, or a pattern such as `*Fuse*`; empty before any pass."""
     device: str | None = None
     """The device; every one if it is not given."""
-    outcome: Outcome | None = None
-    """The failure that is accepted: `fail` or `error` if it is not given, which excuses no hang and no crash."""
-    stage: str | None = None
-    """The stage in which the case ends."""
-    message: str | None = None
-    """A part of what the failure says."""
-    expires: datetime.date | None = None
-    """The day from which on the failure counts again."""
     reason: Reason
     """The reason to accept the failure."""
 
@@ -125,17 +87,6 @@ class KnownFailure(Strict):
         """True if `case` is one of those that fail."""
         same = self.check == case.check and self.device in (None, case.device)
         return same and fnmatch.fnmatchcase("+".join(case.pipeline), self.pipeline)
-
-    def objection(self, outcome: Outcome, stage: str, message: str) -> str:
-        """Why this does not accept how a case ended; empty where it does."""
-        accepted = [self.outcome] if self.outcome else [Outcome.FAIL, Outcome.ERROR]
-        if self.expires and datetime.date.today() >= self.expires:
-            return f"expired on {self.expires}"
-        if outcome not in accepted:
-            return f"not for {outcome}"
-        if self.stage not in (None, stage):
-            return f"for stage {self.stage}"
-        return "" if self.message is None or self.message in message else f"for {self.message!r}"
 
 
 class Tolerance(Strict):
@@ -147,8 +98,6 @@ class Tolerance(Strict):
     """The error, relative to the largest value of a tensor; of passes that change the outputs, to the norm of an output."""
     reason: Reason
     """The reason to accept the error."""
-    expires: datetime.date | None = None
-    """The day from which on the error counts again."""
 
 
 class Entry(Strict):
@@ -163,30 +112,22 @@ class Entry(Strict):
     """A package that only this model needs: the model is left out where the package is not installed."""
     config: dict[str, Any] = {}
     """The differences from the defaults of the config class, or the keyword arguments of the callable."""
-    weights: Annotated[RandomWeights | PretrainedWeights | TrainedWeights, Field(discriminator="source")] = (
-        RandomWeights(source="random")
-    )
-    """`{source: random, seed: 0}`; `{source: pretrained, folder: ...}`, or `hub` with a `revision`; or `{source: trained, task: digits}`."""
+    weights: Weights = Weights()
+    """`{seed: 0}`, or `{pretrained: FOLDER}`, or `{pretrained: ID, revision: REVISION}` of the hub."""
     inputs: Annotated[dict[str, Input], Field(min_length=1)]
     """The inputs of the forward by their names."""
     sizes: Literal["dynamic", "fixed"] = "dynamic"
     """`dynamic` frees batch and length of a model of transformers (`fxopt.symbolic_trace`); `fixed` keeps those of the inputs."""
     dynamic_shapes: dict[str, Annotated[dict[NonNegativeInt, Symbol], Field(min_length=1)]] = {}
     """The free dimensions of each input, in the place of `sizes`: `{input_ids: {0: batch, 1: length}}`."""
-    dims: dict[str, Limits] = {}
-    """The limits of free dimensions by their names."""
-    dtypes: Annotated[tuple[Dtype, ...], Field(min_length=1)] = ("float32",)
-    """The dtypes of the checks; the first one is timed."""
-    engines: tuple[Literal["onnxruntime", "torch.compile"], ...] = ("onnxruntime",)  # on the CPU
-    """Engines that are timed in the same rounds, where they are installed: export takes 5 to 10 s, compiling up to a minute."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """The dtype of the model."""
     tags: tuple[str, ...] = ()
     """Words by which `--tag` chooses models."""
     large: bool = False
     """Leave out pairs of passes, and what people do with the graph of a single pass: a small model of the same kind has both."""
     timeout: PositiveFloat = 300.0
     """The seconds that a case may take."""
-    memory: PositiveFloat | None = None
-    """The GB that a case may need; by default reckoned from the weights."""
     sites: dict[str, int | None] = {}
     """The recorded sites of each pass: `fxopt zoo sites` writes them into a file beside the zoo."""
     pipelines: dict[str, tuple[str, ...]] = {}
@@ -202,25 +143,37 @@ class Entry(Strict):
         return bool(self.dynamic_shapes) or self.sizes == "dynamic"
 
     def tolerance(self, pipeline: tuple[str, ...]) -> float:
-        """The error that is accepted of a pipeline today; 0 for most."""
-        today, name = datetime.date.today(), "+".join(pipeline)
-        return max(
-            (
-                t.relative_error
-                for t in self.tolerances
-                if t.pipeline == name and (t.expires is None or today < t.expires)
-            ),
-            default=0.0,
-        )
+        """The error that is accepted of a pipeline; 0 for most."""
+        name = "+".join(pipeline)
+        return max((each.relative_error for each in self.tolerances if each.pipeline == name), default=0.0)
+
+    @pydantic.model_validator(mode="after")
+    def _dimensions(self) -> Entry:
+        """Free dimensions are those of inputs, and two of them do not have one size."""
+        if self.dynamic_shapes and "sizes" in self.model_fields_set:
+            raise ValueError("give `sizes` or `dynamic_shapes`, not both")
+        sizes: dict[str, int] = {}
+        for name, free in self.dynamic_shapes.items():
+            shape = self.inputs[name].shape if name in self.inputs else ()
+            for dim, symbol in free.items():
+                here = f"dynamic_shapes.{name}.{dim}"
+                if dim >= len(shape):
+                    raise ValueError(f"{here}: no input has such a dimension")
+                if sizes.setdefault(symbol, shape[dim]) != shape[dim]:
+                    raise ValueError(f"{here}: {symbol} is {shape[dim]} here, and {sizes[symbol]} elsewhere")
+        if len(set(sizes.values())) < len(sizes):
+            text = "give them different sizes, or a pass that takes one for the other is not seen"
+            raise ValueError(f"dynamic_shapes: of {', '.join(sizes)}, two have one size: {text}")
+        return self
 
 
 class ZooFile(Strict):
     """A zoo file."""
 
-    passes: tuple[Any, ...] = ()  # `passes_of` reads them
-    """Passes beside those that are installed: paths, or `{pass: {option: value}}`."""
+    passes: tuple[str, ...] = ()
+    """The paths of passes beside those that are installed."""
     pipelines: dict[
-        Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")], Annotated[tuple[Any, ...], Field(min_length=1)]
+        Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")], Annotated[tuple[str, ...], Field(min_length=1)]
     ] = {}
     """Pipelines by their names, each a list of passes."""
     order: tuple[str, ...] = ()
@@ -249,16 +202,6 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package.partition(".")[0]) is not None
 
 
-@functools.cache  # of a package that failed, parts stay loaded: a second import fails in another way
-def why_missing(package: str) -> str:
-    """Why an optional package cannot be imported; empty where it can."""
-    try:
-        importlib.import_module(package)
-    except Exception as error:  # not only ImportError: a torchvision for another torch raises a RuntimeError
-        return f"{package} cannot be imported: {type(error).__name__}: {error}"
-    return ""
-
-
 def judged(failures: Collection[KnownFailure], record: Record) -> Record:
     """A record in the light of the failures that are known of its model."""
     known = [failure for failure in failures if failure.covers(record.case)]
@@ -267,9 +210,7 @@ def judged(failures: Collection[KnownFailure], record: Record) -> Record:
     if record.outcome not in FAILING:
         text = f"model_zoo.yaml expects a failure ({known[0].reason}), but there was none: take it out of known_failures"
         return dataclasses.replace(record, outcome=Outcome.FAIL, reason=text)
-    objections = [failure.objection(record.outcome, record.stage, record.reason) for failure in known]
-    if "" in objections:
-        text = f"{known[objections.index('')].reason} ({record.outcome}: {record.reason})"
-        return dataclasses.replace(record, outcome=Outcome.EXPECTED, reason=text)
-    text = f"{record.reason} (the known failure of model_zoo.yaml is {'; '.join(objections)})"
-    return dataclasses.replace(record, reason=text)
+    if record.outcome not in (Outcome.FAIL, Outcome.ERROR):  # no hang and no crash is excused
+        return record
+    text = f"{known[0].reason} ({record.outcome}: {record.reason})"
+    return dataclasses.replace(record, outcome=Outcome.EXPECTED, reason=text)

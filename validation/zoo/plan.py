@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import hashlib
-import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from fxopt.rewriting.transformation import Transformation
 
@@ -27,19 +24,6 @@ OPTIMIZED = {"optimize": "float32", "optimize_bfloat16": "bfloat16", "optimize_i
 """The pipelines that are `fxopt.optimize` in each precision, on the CPU."""
 
 
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """No garbage is looked for: among hundreds of thousands of new objects, none of them garbage, that takes most of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_without_collector()
 def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Sequence[str]) -> list[Case]:
     """Every case: each model alone, beside its graph, × each pass, × each ordered pair of passes that have sites in it (but in a
     large model), × the full pipelines `all` and `exact`, those that the zoo names, and `fxopt.optimize` in each precision; on each device. Those of a sweep, of which there are hundreds, go through each
@@ -48,31 +32,14 @@ def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Se
     A pass that is recorded with no sites is planned for its effect alone: that it finds nothing. A pass for
     which nothing is recorded is planned in full, but not in pairs.
     """
-    cases: list[Case] = []
-    known: dict[object, list[tuple[tuple[str, ...], list[Check]]]] = {}
-    for entry in sorted(zoo, key=lambda entry: entry.name):
-        # Many models have sites of the same passes, and so the same pipelines and checks, hundreds of them.
-        sites = tuple((name, None if count is None else count > 0) for name, count in entry.sites.items())
-        kind = (
-            entry.given,
-            entry.large,
-            getattr(entry, "peer", False),
-            sites,
-            tuple(entry.pipelines.items()),
-        )
-        if kind not in known:
-            known[kind] = sorted(
-                (pipeline, sorted(checks(entry, pipeline, passes)))
-                for pipeline in [(), *pipelines(entry, passes)]
-            )
-        cases += [
-            Case(entry.name, pipeline, device, check)
-            for pipeline, kinds in known[kind]
-            for device in sorted(devices)
-            for check in kinds
-            if check is not Check.OPTIMIZE or device == "cpu"
-        ]
-    return cases
+    return sorted(
+        Case(entry.name, pipeline, device, check)
+        for entry in zoo
+        for pipeline in [(), *pipelines(entry, passes)]
+        for check in checks(entry, pipeline, passes)
+        for device in devices
+        if check is not Check.OPTIMIZE or device == "cpu"
+    )
 
 
 def unmet(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Sequence[str]) -> list[str]:
@@ -89,14 +56,13 @@ def unmet(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: S
 
 def content(case: Case, entry: Entry, passes: Mapping[str, Transformation]) -> str:
     """A digest of what a case is made of: the definition of its model, and its passes with their options."""
-    fields = {"model", "config", "weights", "inputs", "sizes", "dynamic_shapes", "dims", "dtypes"}
+    fields = {"model", "config", "weights", "inputs", "sizes", "dynamic_shapes", "dtype"}
     made = entry.model_dump_json(include=fields)
-    made += "".join(_options(passes[name]) for name in members(entry, case.pipeline, passes))
+    parts = [passes[name] for name in members(entry, case.pipeline, passes)]
+    made += "".join(
+        repr(part) if dataclasses.is_dataclass(part) else type(part).__qualname__ for part in parts
+    )
     return hashlib.sha256(made.encode()).hexdigest()[:12]
-
-
-def _options(pass_: Transformation) -> str:
-    return repr(pass_) if dataclasses.is_dataclass(pass_) else type(pass_).__qualname__
 
 
 def pipelines(entry: Entry, passes: Mapping[str, Transformation]) -> list[tuple[str, ...]]:
@@ -113,23 +79,15 @@ def pipelines(entry: Entry, passes: Mapping[str, Transformation]) -> list[tuple[
 def members(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transformation]) -> tuple[str, ...]:
     """The passes that a pipeline stands for, in order; none for `fxopt.optimize`, which picks its own.
 
-    `all` and `exact` lack those recorded with no sites, and those with options: each pass is in them once.
+    `all` and `exact` lack those recorded with no sites.
     """
     if pipeline and pipeline[0] in OPTIMIZED:
         return ()
     if pipeline not in ((ALL,), (EXACT,)):
         return entry.pipelines.get(pipeline[0], pipeline) if len(pipeline) == 1 else pipeline
     ordered = dict.fromkeys([*(name for name in entry.sites if name in passes), *passes])
-    have_sites = [name for name in ordered if entry.sites.get(name) != 0 and not _has_options(name, passes)]
+    have_sites = [name for name in ordered if entry.sites.get(name) != 0]
     return tuple(n for n in have_sites if pipeline == (ALL,) or passes[n].preserves_computation)
-
-
-def _has_options(name: str, passes: Mapping[str, Transformation]) -> bool:
-    """True of a pass that a zoo file gives options: its name has one of them behind its class."""
-    cls = type(passes[name])
-    if name == cls.__name__:
-        return False
-    return name.startswith(tuple(f"{cls.__name__}_{option}_" for option in inspect.signature(cls).parameters))
 
 
 def checks(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transformation]) -> list[Check]:

@@ -1,4 +1,4 @@
-"""The entries of a zoo: of `model_zoo.yaml`, as checked data (a mistake in the file is one message with entry, field and line), or of a
+"""The entries of a zoo: of `model_zoo.yaml`, as checked data (a mistake in the file is one message with entry and field), or of a
 sweep: every model of a source, such as the model types of transformers.
 """
 
@@ -10,16 +10,17 @@ import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol, cast
+from typing import Annotated, Any, ClassVar
 
 import pydantic
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 
 from ..records import Record
 from . import yaml_file
-from .entry import Entry, Input, Limits, ZooFile, factory
-from .passes import ZooError, name_of
+from .entry import Entry, Input, ZooFile, factory
+from .passes import name_of
+from .yaml_file import ZooError
 
 _IN_YAML = {
     "missing": "is missing",
@@ -36,26 +37,20 @@ def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
 
     Raises `ZooError` when the file, or that of the recorded sites, cannot be read or says something wrong.
     """
+    data = yaml_file.read(path)
     try:
-        root, data = yaml_file.read(path)
-    except yaml_file.YamlError as error:
-        raise ZooError(str(error)) from error
-    mistakes = list(yaml_file.repeated_keys(root))
-    if not mistakes:
-        try:
-            file = ZooFile.model_validate(data)
-        except pydantic.ValidationError as error:
-            places = [e["loc"] for e in error.errors()]
-            mistakes = [
-                (e["loc"], _IN_YAML.get(e["type"], e["msg"].removeprefix("Value error, ")))
-                for e in error.errors()
-                # a list whose items are wrong is also too short for pydantic
-                if not any(place != e["loc"] and place[: len(e["loc"])] == e["loc"] for place in places)
-            ]
-        else:
-            mistakes = [*_mistakes_in(file, passes)]
-    if mistakes:
-        raise ZooError("\n".join(yaml_file.message(path, root, where, what) for where, what in mistakes))
+        file = ZooFile.model_validate(data)
+    except pydantic.ValidationError as error:
+        places = [e["loc"] for e in error.errors()]
+        found = [
+            (e["loc"], _IN_YAML.get(e["type"], e["msg"].removeprefix("Value error, ")))
+            for e in error.errors()
+            # a list whose items are wrong is also too short for pydantic
+            if not any(place != e["loc"] and place[: len(e["loc"])] == e["loc"] for place in places)
+        ]
+        raise yaml_file.mistakes(path, data, found) from error
+    if wrong := [*_mistakes_in(file, passes)]:
+        raise yaml_file.mistakes(path, data, wrong)
     order, recorded = dict.fromkeys([*file.order, *sorted(passes)]), recorded_sites(path)
     named = {name: tuple(map(name_of, said)) for name, said in file.pipelines.items()}
     return [
@@ -78,76 +73,34 @@ def recorded_sites(zoo: Path) -> dict[str, dict[str, int]]:
     """The sites that are recorded for a zoo file, by model and pass; none where there is no such file."""
     form = pydantic.TypeAdapter(dict[str, dict[str, Annotated[int, Field(ge=0, strict=True)]]])
     try:
-        return form.validate_python(yaml_file.read(file)[1]) if (file := sites_file(zoo)).exists() else {}
-    except ValueError as error:
+        return form.validate_python(yaml_file.read(file)) if (file := sites_file(zoo)).exists() else {}
+    except (ZooError, ValueError) as error:
         text = f"not what `fxopt zoo sites` writes: delete it, and record anew ({error})"
         raise ZooError(f"{file}: {' '.join(text.split())}") from error
 
 
-def _mistakes_in(file: ZooFile, passes: Collection[str]) -> Iterator[tuple[Any, str]]:
+def _mistakes_in(file: ZooFile, passes: Collection[str]) -> Iterator[tuple[tuple[Any, ...], str]]:
     """Find what the schema alone cannot tell: names that stand for nothing, or for two things."""
-    taken = {*passes, "all", "exact"}
-    for name in taken & {*file.pipelines}:
+    for name in {*passes, "all", "exact"} & {*file.pipelines}:
         yield ("pipelines", name), "a pass, or a pipeline that is always there, has this name"
-    unknown = f"no such pass: {{!r}}; there are {', '.join(sorted(passes))}"
     for index, name in enumerate(file.order):
         if name not in passes:
-            yield ("order", index), unknown.format(name)
-    seen: set[str] = set()
+            yield ("order", index), f"no such pass: {name!r}; there are {', '.join(sorted(passes))}"
+    names = [entry.name for entry in file.models]
     for index, entry in enumerate(file.models):
-        here: tuple[Any, ...] = ("models", index)
-        if entry.name in seen:
-            yield (*here, "name"), "another entry has the same name"
-        seen.add(entry.name)
-        if "sites" in entry.model_fields_set:
-            yield (*here, "sites"), "not written by hand: `fxopt zoo sites` counts and records them"
-        if "pipelines" in entry.model_fields_set:
-            yield (*here, "pipelines"), "they are for all models: name them beside `models`"
-        for field in ("known_failures", "tolerances"):
-            for number, each in enumerate(getattr(entry, field)):
-                for name in each.pipeline.split("+") if each.pipeline else ():
-                    if name not in {*taken, *file.pipelines} and not set(name) & set("*?["):
-                        yield (*here, field, number, "pipeline"), unknown.format(name)
-        for where, what in _wrong_dimensions(entry):
-            yield (*here, *where), what
+        if entry.name in names[:index]:
+            yield ("models", index, "name"), "another entry has the same name"
+        for field in {"sites", "pipelines"} & entry.model_fields_set:
+            yield ("models", index, field), "not written by hand, and not for one model alone"
         if entry.requires:
             continue  # importing what only this entry needs takes seconds: its mistakes show when it is run
         try:
             function = factory(entry)
         except ValueError as error:
-            yield (*here, "model"), str(error)
+            yield ("models", index, "model"), str(error)
             continue
         for where, what in _mismatches(entry, function):
-            yield (*here, *where), what
-
-
-def _wrong_dimensions(entry: Entry) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """Free dimensions that the inputs do not have, or not in a size that is allowed."""
-    if entry.dynamic_shapes and "sizes" in entry.model_fields_set:
-        yield ("sizes",), "give `sizes` or `dynamic_shapes`, not both"
-    seen: dict[str, int] = {}
-    for name, free in entry.dynamic_shapes.items():
-        here = ("dynamic_shapes", name)
-        if name not in entry.inputs:
-            yield here, f"no such input; there are {', '.join(entry.inputs)}"
-            continue
-        shape = entry.inputs[name].shape
-        for dim, symbol in free.items():
-            if dim >= len(shape):
-                yield (*here, dim), f"{name} has no dimension {dim}: its shape is {list(shape)}"
-                continue
-            size, limits = shape[dim], entry.dims.get(symbol, Limits())
-            if seen.setdefault(symbol, size) != size:
-                yield (*here, dim), f"{symbol} is {size} here, and {seen[symbol]} elsewhere"
-            elif other := next((s for s, its in seen.items() if its == size and s != symbol), None):
-                text = "give them different sizes, or a pass that takes one for the other is not seen"
-                yield (*here, dim), f"{symbol} and {other} are both {size}: {text}"
-            if not (limits.min or 0) <= size <= (limits.max or size):
-                allowed = f"{limits.min or ''}..{limits.max or ''}"
-                yield (*here, dim), f"{symbol} is {size}, and dims allows {allowed}"
-    for symbol in entry.dims:
-        if symbol not in seen:
-            yield ("dims", symbol), "no such dimension in dynamic_shapes"
+            yield ("models", index, *where), what
 
 
 def _mismatches(entry: Entry, function: Callable[..., Any]) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -160,7 +113,7 @@ def _mismatches(entry: Entry, function: Callable[..., Any]) -> Iterator[tuple[tu
             inspect.signature(function).bind(**entry.config)
         except (TypeError, ValueError) as error:
             yield ("config",), f"{entry.model} does not take these arguments: {error}"
-        if entry.weights.source == "pretrained":
+        if entry.weights.pretrained:
             yield ("weights",), "only classes of transformers have pretrained weights"
         if entry.sizes == "dynamic" and not entry.dynamic_shapes:
             text = "only classes of transformers are captured for all sizes: say `sizes: fixed`, or give `dynamic_shapes`"
@@ -197,30 +150,11 @@ def _unknown_options(
 
 SOURCES = {
     "transformers": f"{__package__}.architectures",
-    "libraries": f"{__package__}.libraries",
 }
 """The zoos that are built in: the name for `--fx-zoo`, and the module that makes the models."""
 
 SOURCE = "source"
 """The fact that each record of a sweep has: where its model comes from."""
-
-FREE, NONE, FIXED, FIXED_BY_MODEL = "free", "none", "fixed at capture", "fixed by the model"
-"""The fate of a size, besides what guards forbid: it is free, the inputs do not have it, no capture left it free, or the
-model itself takes no other.
-"""
-
-
-class Source(Protocol):
-    """The maker of the models of a sweep; a module with these functions is one."""
-
-    def model_types(self) -> list[str]:
-        """The names of all models, sorted."""
-
-    def build(self, model_type: str) -> nn.Module:
-        """A small model in float32 on the CPU, in evaluation mode, with random weights and statistics."""
-
-    def example_inputs(self, model: nn.Module, batch: int = ..., sequence: int = ...) -> dict[str, Tensor]:
-        """Inputs for it at these sizes, floating ones in the dtype of the model."""
 
 
 class Architecture(Entry):
@@ -236,9 +170,9 @@ class Architecture(Entry):
     source: str  # the name of the module that makes it, so that workers get it
     peer: bool = False  # run torch.export beside fxopt
 
-    def make(self) -> Source:
-        """The module that makes the model."""
-        return cast(Source, importlib.import_module(self.source))
+    def make(self) -> Any:
+        """The module that makes the model: it has `model_types`, `build` and `example_inputs`."""
+        return importlib.import_module(self.source)
 
 
 def architectures(zoo: str, peer: bool = False) -> list[Architecture]:

@@ -1,8 +1,8 @@
 // What the page shows, drawn anew whenever the filter changes.
 
-const MARKS = { pass: "✓", "no-op": "·", expected: "!", refused: "!" };
+const MARKS = { pass: "✓", "no-op": "·", expected: "!", refused: "!", unjudged: "?" };
 const LEGENDS = {
-  matrix: "The worst outcome of all checks: ✓ was compared and found right, · found nothing to rewrite, ! fails or is refused as it is known to, ✗ fails. Empty: not planned. Click for what was measured.",
+  matrix: "The worst outcome of all checks: ✓ was compared and found right, · found nothing to rewrite, ! fails or is refused as it is known to, ? moved the outputs without a stated limit, ✗ fails. Empty: not planned. Click for what was measured.",
   pipelines: "One line a pipeline. Latency is by that of the graph as captured; memory is the peak of what a run allocates.",
   latency: "Time of the pipeline by that of the graph as captured, in the same rounds; of no pass, by that of the model. Bars are 95 % intervals, the grey band is the A/A floor: what stays within it is no effect.",
   cases: "Every case, the failures first.",
@@ -48,7 +48,6 @@ function drawHead() {
   at("failures").hidden = !data.problems.rows.length;
   at("problems").append(table(data.problems.columns, data.problems.rows.map(([outcome, ...rest]) => [badge(outcome), ...rest]), [0]));
   drawSince();
-  drawFastest();
   at("optimize").hidden = !data.optimized.rows.length;
   at("optimized").append(table(data.optimized.columns, data.optimized.rows.map(([model, ...rest]) => [toModel(model), ...rest]), [0, 1, 2, 3]));
 }
@@ -83,16 +82,6 @@ function changeList(lines) {
   const line = ([bad, what, id, metric, before, after, explanation]) =>
     make("li", {}, make("span", { class: `badge ${bad && "failing"}` }, what), " ", make("b", {}, id), make("span", { class: "quiet" }, [before, after].filter(Boolean).join(" → ")), explanation);
   return make("ul", { class: "changes" }, ...lines.map(line));
-}
-
-function drawFastest() {
-  const { columns, rows } = data.fastest;
-  const lines = rows.map(([model, ...rest]) => [toModel(model), ...rest]);
-  if (!rows.length) return at("fastest").append("Nothing was timed.");
-  const first = lines.slice(0, 20), rest = lines.slice(20);
-  const short = ["model", "graph = 1", "grade"].map((name) => columns.indexOf(name));
-  at("fastest").append(table(columns, first, short));
-  if (rest.length) at("fastest").append(make("details", {}, make("summary", {}, `${rest.length} more models`), table(columns, rest, short)));
 }
 
 function chosen() {
@@ -148,11 +137,11 @@ const VIEWS = {
   },
   pipelines(found, most, into) {
     const rows = sorted(found).slice(0, most).map((cell) => [
-      link(`${cell.model} · ${label(cell.pipeline)}`, () => open(cell)), badge(cell.verdict), shown(number(cell, "sites")), fact(cell, "grade") ?? "-",
+      link(`${cell.model} · ${label(cell.pipeline)}`, () => open(cell)), badge(cell.verdict), shown(number(cell, "sites")),
       shown(number(cell, "relative_error_float64") ?? number(cell, "relative_error")), shown(number(cell, "agreement")),
       make("span", { class: effect(cell) }, shown(number(cell, "latency_ratio"))), shown(number(cell, "latency_transformed_ms")), shown(number(cell, "memory_peak_mb")),
     ]);
-    into.replaceChildren(table(["pipeline", "verdict", "sites", "grade", "error", "agreement", "latency", "ms", "memory (MB)"], rows, [1]));
+    into.replaceChildren(table(["pipeline", "verdict", "sites", "error", "agreement", "latency", "ms", "memory (MB)"], rows, [1]));
     return found.length;
   },
   latency(found, most, into) {
@@ -219,36 +208,8 @@ function details(found) {
   const grid = make("dl", { class: "facts" }, ...[...facts, ...numbers].map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
   const command = data.command.replace("{model}", found.model).replace("{case}", found.id);
   const copy = make("button", { class: "copy", type: "button", onclick: (event) => navigator.clipboard?.writeText(command).then(() => (event.target.textContent = "Copied")) }, "Copy");
-  return make("div", { class: "check" }, make("p", {}, badge(found.outcome), ` ${found.check}`, found.stage ? `, stage ${found.stage}` : "", ` · ${shown(found.seconds)} s `, nights(found)),
-    found.reason ? make("p", {}, found.reason) : undefined, grid, trend(found), make("pre", {}, make("code", {}, command), copy));
-}
-
-// How the case ended in the runs before.
-function nights(found) {
-  const { runs, outcomes, ends } = data.history;
-  const marks = ends.map((letters, run) => {
-    const outcome = outcomes[letters.charCodeAt(found.index) - 97];
-    return make("i", { class: outcome ? kind(outcome) : "gone", title: `${runs[run]}: ${outcome ?? "not in it"}` });
-  });
-  return make("span", { class: "nights", "aria-label": "earlier runs" }, ...marks);
-}
-
-// Latency run by run, up to this one.
-function trend(found) {
-  const before = data.history.measured.map((run) => run.values[places(run.at).indexOf(found.index)]);
-  const values = [...before, found.numbers.latency_ratio].filter((value) => typeof value === "number");
-  if (values.length < 2 || found.check !== "latency") return undefined;
-  const low = Math.min(...values), high = Math.max(...values);
-  const x = (i) => 4 + (i * 250) / (values.length - 1), y = (value) => 40 - (30 * (value - low)) / (high - low || 1);
-  const svg = (tag, attributes, text = "") => {
-    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-    element.textContent = text;
-    return element;
-  };
-  const drawing = svg("svg", { class: "trend", viewBox: "0 0 400 50", role: "img", "aria-label": "latency in the runs before" });
-  drawing.append(svg("polyline", { points: values.map((value, i) => `${x(i)},${y(value)}`).join(" ") }), ...values.map((value, i) => svg("circle", { cx: x(i), cy: y(value), r: 3 })), svg("text", { x: 270, y: y(values.at(-1)) + 4 }, `${shown(low)} to ${shown(high)} in ${values.length} runs`));
-  return drawing;
+  return make("div", { class: "check" }, make("p", {}, badge(found.outcome), ` ${found.check}`, found.stage ? `, stage ${found.stage}` : "", ` · ${shown(found.seconds)} s`),
+    found.reason ? make("p", {}, found.reason) : undefined, grid, make("pre", {}, make("code", {}, command), copy));
 }
 
 function change(to) {

@@ -8,24 +8,20 @@ async function unpacked() {
   return JSON.parse(await new Response(stream).text());
 }
 
-function places(steps) {
-  let at = 0;
-  return steps.map((step) => (at += step));
-}
-
 function casesOf(data) {
-  const names = Object.keys(data.cases).filter((name) => name !== "seconds");
-  const cases = data.cases.seconds.map((seconds, index) => {
-    const found = { index, seconds, numbers: {}, facts: {} };
-    for (const name of names) found[name] = data.words[data.cases[name][index]];
-    found.id = [found.model, found.pipeline || "eager", found.device, found.check].join("-");
+  const present = (columns, index) => Object.entries(columns).filter(([, values]) => values[index] !== null && values[index] !== "");
+  return data.cases.model.map((model, index) => {
+    const found = { index };
+    for (const [name, values] of Object.entries(data.cases)) found[name] = values[index];
+    found.id = [model, found.pipeline || "eager", found.device, found.check].join("-");
+    found.numbers = Object.fromEntries(present(numbersOf(data), index).map(([name, values]) => [name, values[index]]));
+    found.facts = Object.fromEntries(present(data.facts, index).map(([name, values]) => [name, values[index]]));
     return found;
   });
-  for (const [name, column] of Object.entries(data.numbers))
-    places(column.at).forEach((at, number) => (cases[at].numbers[name] = column.values[number]));
-  for (const [name, column] of Object.entries(data.facts))
-    places(column.at).forEach((at, number) => (cases[at].facts[name] = data.words[column.words[number]]));
-  return cases;
+}
+
+function numbersOf(data) {
+  return Object.fromEntries(Object.entries(data.numbers).map(([name, { values }]) => [name, values]));
 }
 
 function cellsOf(cases, worst) {
@@ -65,12 +61,10 @@ function shown(value) {
   return size < 1e-3 || size >= 1e6 ? value.toExponential(1) : String(Number(value.toPrecision(4)));
 }
 
-// How a cell compares with the graph: beyond the A/A floor, or, where a run has none, by its interval.
+// How a cell compares with the graph: beyond the A/A floor.
 function effect(cell) {
   const stated = fact(cell, "latency_effect");
-  if (stated) return stated === "faster" || stated === "slower" ? stated : "same";
-  if (number(cell, "latency_ratio_high") < 1) return "faster";
-  return number(cell, "latency_ratio_low") > 1 ? "slower" : "same";
+  return stated === "faster" || stated === "slower" ? stated : "same";
 }
 
 // Single passes by name after no pass, the full pipelines, and then pairs.

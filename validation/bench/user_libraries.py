@@ -1,6 +1,6 @@
 """Small models of other libraries, with random weights: what fxopt captures besides transformers.
 
-`models.yaml` has them. A library that is not installed is left out; the extra `libraries` installs all of them.
+`user_libraries.yaml` has them. A library that is not installed is left out; the extra `users` installs some of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fxopt.testing import randomise
 
 @dataclasses.dataclass(frozen=True)
 class LibraryModel:
-    """A model as `models.yaml` describes it: the path of its class, the arguments of that, and what its forward takes."""
+    """A model as `user_libraries.yaml` describes it: the path of its class, the arguments of that, and what its forward takes."""
 
     path: str
     expressions: str | dict[str, str]
@@ -71,7 +71,7 @@ def example_inputs(model: nn.Module, batch: int = 2, sequence: int = 0) -> dict[
 @functools.cache
 def _models() -> dict[str, LibraryModel]:
     found: dict[str, LibraryModel] = {}
-    for group in yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8")):
+    for group in yaml.safe_load(Path(__file__).with_name("user_libraries.yaml").read_text(encoding="utf-8")):
         library = group.get("library") or group["make"].partition(".")[0]
         if importlib.util.find_spec(library) is None:
             continue
