@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -50,7 +51,7 @@ class Proof:
     moves: frozenset[str] = frozenset()
 
 
-_PROOFS: dict[type, dict[tuple[Any, ...], Proof]] = {}
+_PROOFS: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], Proof]] = weakref.WeakKeyDictionary()
 
 
 def prove(rule: Rule, values: Mapping[str, Any], floats: Sequence[str], index: GraphIndex) -> Proof:
@@ -125,14 +126,12 @@ class _Run:
 
 def _run(function: Callable[..., Any], drawn: Mapping[str, Any], trains: bool) -> _Run:
     given = copy.deepcopy(dict(drawn))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        with torch.no_grad():
-            own = function(**given)
-            wide_values = {name: _wide(value) for name, value in copy.deepcopy(dict(drawn)).items()}
-            with Float64():
-                wide = function(**wide_values)
-        gradients = _gradients(function, drawn) if trains else None
+    wide_values = {name: _wide(value) for name, value in copy.deepcopy(dict(drawn)).items()}
+    with torch.no_grad():
+        own = function(**given)
+        with Float64():
+            wide = function(**wide_values)
+    gradients = _gradients(function, drawn) if trains else None
     inputs = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     one = own if isinstance(own, Tensor) else torch.empty(0)
     shares = {(name, "memory") for name, value in inputs.items() if storage_of(value) == storage_of(one)}
