@@ -11,11 +11,11 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from tests.validation.dying import dies
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 import fxopt
+from tests.validation.dying import dies
 from validation.bench import user_models, users
 from validation.bench.__main__ import app
 from validation.bench.user_models import Subject
