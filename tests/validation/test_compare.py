@@ -255,6 +255,14 @@ def test_sites_of_passes_that_pick_kernels_are_those_of_a_machine(kernels, worse
     assert changes(before, after, other)["regression"].any() == worse
 
 
+@pytest.mark.parametrize(("reason", "worse"), [("", True), ("the graph is slower than eager", False)])
+def test_the_error_of_an_optimized_model_counts_where_graphs_were_used(reason, worse, changes):
+    facts = {"eager": reason} if reason else {}
+    before = [Record(CASE, Outcome.PASS, measurements={"relative_error": 0.0}, facts=facts)]
+    after = [Record(CASE, Outcome.PASS, measurements={"relative_error": 0.01})]
+    assert changes(before, after)["regression"].any() == worse
+
+
 def test_regressions_come_first(changes):
     before = [Record(CASE, Outcome.PASS), Record(OTHER, Outcome.FAIL)]
     after = [Record(CASE, Outcome.FAIL), Record(OTHER, Outcome.PASS)]

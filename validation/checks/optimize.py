@@ -14,16 +14,13 @@ from fxopt.testing import compare
 from ..judging.metrics import METRICS
 from ..judging.subject import Subject
 from ..records import Finding, Outcome
-from ..regressions.metric import BUSY
+from ..regressions.metric import BUSY, EAGER
 from ..timing import Others, timing_threads
 from ..zoo.plan import OPTIMIZED
 from .accuracy import floating
 
 MOST_ERROR = {"float32": 1e-3, "bfloat16": 0.1, "int8": 0.1}
 """The limit of the relative error of each precision, by the norm of an output."""
-
-EAGER = "eager"
-"""The fact that says why there is no graph, or why the graph does not compute in the precision."""
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:

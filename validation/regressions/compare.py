@@ -11,7 +11,7 @@ from ..records import FAILING, STAGES, Outcome, counted
 from ..store import measurements_of, missing
 from ..zoo.build import DEFAULT
 from ..zoo.sources import SOURCE
-from .metric import BUSY, KERNELS, UNKNOWN, Metric, metric_of, unit_of
+from .metric import BUSY, EAGER, KERNELS, UNKNOWN, Metric, metric_of, unit_of
 
 CHANGE = ["regression", "kind", "id", "metric", "before", "after", "explanation"]
 Change = tuple[bool, str, object, str, str, str, str]
@@ -142,10 +142,11 @@ def _comparable(metric: Metric, old: pd.DataFrame, new: pd.DataFrame) -> np.ndar
         found = same_machine
     if metric.kind == "sites":
         found = same_machine | ((_text(old, KERNELS) == "") & (_text(new, KERNELS) == ""))
-    if (
-        metric.kind == "error"
-    ):  # a model of a sweep is right or not: its error in units of float32 is the machine's
-        found = _text(new, SOURCE) == ""
+    if metric.kind == "error":
+        # A model of a sweep is right or not: its error in units of float32 is the machine's. The error of an optimized model is
+        # zero where a graph was not faster, and eager runs.
+        graph = (_text(old, EAGER) == "") & (_text(new, EAGER) == "")
+        found = (_text(new, SOURCE) == "") & graph
     if metric.kind == "time":
         runs = [run for run in (old, new) if BUSY.name in run]
         busy = {model for run in runs for model in run.loc[run[BUSY.name] > BUSY.most, "model"]}

@@ -51,6 +51,9 @@ class Metric:
         return 1 if self.better and (now > was) == (self.better == "lower") else -1
 
 
+EAGER = "eager"
+"""The fact that says why `optimize` made no graph, or why the graph does not compute in the precision."""
+
 KERNELS = "kernels"
 """The fact in which a case names the kernels that its passes picked: which there are, the machine decides."""
 

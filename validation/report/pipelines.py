@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from ..checks.optimize import EAGER
 from ..records import Check, Outcome
+from ..regressions.metric import EAGER
 from ..zoo.plan import OPTIMIZED
 from .wording import ABSENT, with_limit
 
