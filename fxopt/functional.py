@@ -108,8 +108,7 @@ def _embedding(
     sparse: bool = False,
 ) -> nn.Module:
     rows, columns = shapes["weight"]
-    padding = None if padding_idx == -1 else padding_idx
-    return nn.Embedding(rows, columns, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    return nn.Embedding(rows, columns, padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
 
 
 _BOTH = {"weight": "weight", "bias": "bias"}

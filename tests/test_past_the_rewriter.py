@@ -46,8 +46,7 @@ class Folds(ReversibleRewrite):
         mul = node.args[0]
         self.change(rewriter.graph_module, mul)
         rewriter.replace_input(node, mul, mul.args[0])
-        if mul.graph.owning_module is None or (not mul.users and mul in mul.graph.nodes):
-            rewriter.erase(mul)
+        rewriter.erase(mul)
         return node
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import operator
 import pickle
 import threading
 
@@ -161,7 +160,6 @@ class Softmax(Pattern):
 )
 def test_options_have_to_be_equal_and_defaults_are_left_out(forward, sites):
     graph_module = traced(forward, s=nn.Softmax(-1))
-    check(Softmax(), graph_module, sites) if sites else None
     assert len(Softmax().explain(graph_module).sites) == sites
 
 
@@ -324,7 +322,7 @@ def test_layers_of_other_threads_compute_as_ever():
     stop.set()
     thread.join()
     assert all(torch.equal(each, seen[0]) for each in seen)
-    assert operator.eq(nn.Module.__call__.__name__, "_wrapped_call_impl")
+    assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
 
 
 def rule(pattern, replacement, **others):
@@ -365,7 +363,7 @@ def scaled_copy(self, x, c, l):  # noqa: E741
     ("pattern", "replacement", "graph", "message"),
     [
         (lambda s, x: x * 3, lambda s, x: x * torch.full((4,), 3.0), lambda: of(lambda m, x: x * 3), "gives a tensor to"),
-        (scaled_layer, shared_copy, lambda: of(lambda m, x: m.a(x) * 2.0, a=nn.Linear(4, 4)), r"changed l?a?\.?weight|a\.weight"),
+        (scaled_layer, shared_copy, lambda: of(lambda m, x: m.a(x) * 2.0, a=nn.Linear(4, 4)), r"changed a\.weight without"),
         (scaled_layer, scaled_copy, lambda: of(lambda m, x: m.a(x) * 1e300, a=nn.Linear(4, 4)), "not finite"),
         (lambda s, x: x.abs(), lambda s, x: x + 0, lambda: of(lambda m, x: x.abs(), torch.tensor([-3, 2])), "is wrong"),
         (

@@ -19,13 +19,14 @@ def unlike(expected: Any, actual: Any, dtypes: bool) -> str | None:
     for a, b in zip(left, right, strict=True):
         if not isinstance(a, Tensor) or not isinstance(b, Tensor):
             if type(a) is not type(b) or (isinstance(a, _PLAIN) and a != b and not (a != a and b != b)):
-                return f"{_text(b)}, it was {_text(a)}"
+                return f"{text_of(b)}, it was {text_of(a)}"
         elif a.shape != b.shape or (dtypes and a.dtype != b.dtype):
-            return f"{_text(b)}, it was {_text(a)}"
+            return f"{text_of(b)}, it was {text_of(a)}"
     return None
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """A value in a message: of a tensor, its dtype and shape."""
     return f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else repr(value)
 
 

@@ -17,7 +17,7 @@ from fxopt.errors import PassError
 from fxopt.float64 import Float64
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
-from fxopt.rewriting.agreement import error_of, unlike
+from fxopt.rewriting.agreement import error_of, text_of, unlike
 from fxopt.rewriting.random_inputs import Numbers, number_of
 from fxopt.rewriting.weights import options_of
 
@@ -90,7 +90,7 @@ def _proved(rule: Rule, values: Mapping[str, Any], trains: bool) -> Proof:
                 name: _drawn(value, seed, integers, sizes)
                 for seed, (name, value) in enumerate(values.items())
             }
-            given = ", ".join(f"{name}={_text(value)}" for name, value in drawn.items())
+            given = ", ".join(f"{name}={text_of(value)}" for name, value in drawn.items())
             try:
                 truth = _run(rule.pattern, drawn, trains)
             except Exception as error:  # an index is too large, or a size is no multiple of another
@@ -221,7 +221,3 @@ def _kind(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.dtype, str(tuple(value.shape)), str(value.stride())
     return type(value), repr(value)
-
-
-def _text(value: Any) -> str:
-    return f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else repr(value)

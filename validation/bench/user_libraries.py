@@ -1,4 +1,4 @@
-"""Small models of other libraries, with random weights: what fxopt captures besides transformers.
+"""Small models of diffusers and timm, with random weights, for the benchmark of users.
 
 `user_libraries.yaml` has them. A library that is not installed is left out; the extra `users` installs some of them.
 """
@@ -95,28 +95,8 @@ def _made(said: Any) -> Any:
     if not isinstance(said, dict):
         return said
     path = said.get("make") or said["import"]
-    found = globals()[path[1:]] if path.startswith(".") else resolve_name(path)
+    found = resolve_name(path)
     if "import" in said:
         return found
     options = {name: _made(value) for name, value in said.items() if name not in ("make", "args")}
     return found(*map(_made, said.get("args", ())), **options)
-
-
-class GraphNetwork(nn.Module):
-    """Two convolutions on a graph, as the tutorial of PyTorch Geometric writes it."""
-
-    def __init__(self, kind: str, *args: Any) -> None:
-        super().__init__()
-        convolution = resolve_name(f"torch_geometric.nn.{kind}")
-        self.first, self.second = convolution(8, 8, *args), convolution(8, 8, *args)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.second(self.first(x, edge_index).relu(), edge_index)  # type: ignore[no-any-return]
-
-
-def adapted(kind: str, **options: Any) -> nn.Module:
-    """A network with an adapter of PEFT in two of its layers, without the wrapper around it."""
-    network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-    config = resolve_name(f"peft.{kind}Config")(target_modules=["0", "2"], **options)
-    made: nn.Module = resolve_name("peft.get_peft_model")(network, config).base_model.model
-    return made

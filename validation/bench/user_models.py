@@ -33,7 +33,7 @@ MODELS = {
         swin_tiny_patch4_window7_224 vit_tiny_patch16_224""",
     "sentence_transformers": "bert distilbert modernbert",
 }
-"""The models by library: classes of transformers, models of the zoo `libraries`, and encoders by their model type."""
+"""The models by library: classes of transformers, models of `user_libraries.yaml`, and encoders by their model type."""
 
 NAMES = [f"{library}.{kind}" for library, kinds in MODELS.items() for kind in kinds.split()]
 

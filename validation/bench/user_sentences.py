@@ -4,35 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-from torch import Tensor, nn
-from transformers import AutoModel, BertConfig, BertTokenizer, PreTrainedConfig
+from transformers import AutoModel, BertTokenizer, PreTrainedConfig
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-
-
-class SentenceEncoder(nn.Module):
-    """Token numbers to one vector a sentence.
-
-    The forward of sentence-transformers writes its results into the dict that the caller gives it, which no
-    graph does: here that dict is made inside the forward.
-    """
-
-    def __init__(self, model: SentenceTransformer) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
-        features = self.model({"input_ids": input_ids, "attention_mask": attention_mask})
-        return {name: features[name] for name in ("token_embeddings", "sentence_embedding")}
-
-
-def bert_encoder(**config: Any) -> SentenceEncoder:
-    """A BERT of this `BertConfig` as a function of tensors."""
-    return SentenceEncoder(encoder(BertConfig(**config)))
 
 
 def encoder(config: PreTrainedConfig) -> SentenceTransformer:
