@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import (
     BertConfig,
     BertModel,
@@ -11,23 +12,29 @@ from transformers import (
     ResNetForImageClassification,
 )
 
-from validation.bench.workloads import Workload, decoding, of_images, of_text
+from validation.bench.models import Workload, decoding
 
 
 def small_bert() -> Workload:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    return of_text("", BertModel(BertConfig(**sizes)), 1, 16)
+    return Workload(BertModel(BertConfig(**sizes)).eval(), _text(16))
 
 
 def small_resnet() -> Workload:
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
-    return of_images("", ResNetForImageClassification(config), 1, 32)
+    inputs = {"pixel_values": torch.randn(1, 3, 32, 32)}
+    return Workload(ResNetForImageClassification(config).eval(), inputs)
 
 
 def small_llama() -> Workload:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(**sizes, intermediate_size=64, vocab_size=1000, use_cache=False)
-    return decoding(of_text("", LlamaModel(config), 1, 17))
+    return decoding(Workload(LlamaModel(config).eval(), _text(17)))
+
+
+def _text(length: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 1000, (1, length))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 SMALL = {"bert": small_bert, "resnet": small_resnet, "llama-decode": small_llama}

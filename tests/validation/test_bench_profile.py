@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.validation.small_workloads import SMALL
-from validation.bench import workloads
+from validation.bench import profile
 from validation.bench.__main__ import app
 
 pytestmark = pytest.mark.long
@@ -16,7 +16,8 @@ pytestmark = pytest.mark.long
 
 def test_operators_have_rows_with_their_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXOPT_CACHE", str(tmp_path))
-    monkeypatch.setattr(workloads, "WORKLOADS", SMALL)
+    monkeypatch.setattr(profile, "zoo", lambda: SMALL)
+    monkeypatch.setattr(profile, "workload", lambda name: SMALL[name]())
     result = CliRunner().invoke(app, ["profile", "--models", "resnet", "--threads", "1"])
     assert result.exit_code == 0, result.output
     assert "resnet: float32 matrix products reach" in result.output

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from .ablation import ablation
 from .capture import capture
 from .passes import passes, verification
-from .peers import peers
 from .profile import profile
 from .users import users
+from .zoo import zoo
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -19,7 +18,7 @@ def main() -> None:
     """Measure what fxopt takes, with its peers beside it, in interleaved runs."""
 
 
-for command in (ablation, capture, passes, peers, profile, users, verification):
+for command in (capture, passes, profile, users, verification, zoo):
     app.command()(command)
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ from rich.table import Table
 import fxopt
 
 from ..timing import of_runs, spread
-from .workloads import SUBJECTS, Workload, bert_base, llama
+from .models import Workload, llama, workload
 
+SUBJECTS = ("bert-base", "resnet-50", "groupvit")
 LAYERS = (12, 24, 48, 96)
 CHECKS = 100
 """How many checks of the inputs are timed as one, which is too short."""
@@ -35,7 +36,7 @@ def capture(
     """
     torch.set_num_threads(threads)
     console = Console()
-    console.print(_times([make() for make in SUBJECTS], rounds))
+    console.print(_times([*map(workload, SUBJECTS), llama(24)], rounds))
     console.print(_by_layers(rounds))
     console.print(_of_guards(rounds))
 
@@ -76,7 +77,7 @@ def _by_layers(rounds: int) -> Table:
 
 def _of_guards(rounds: int) -> Table:
     """The check of the inputs beside the forward: BERT-base at batch 1 and sequence 128, captured with both free."""
-    subject = bert_base(1, 128)
+    subject = workload("bert-base")
     inputs, traced = subject.inputs, subject.captured(fxopt.trace, free=True)()
     guard: Any = traced.input_guard
 

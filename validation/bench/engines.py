@@ -24,18 +24,12 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.objects import tensors_in
-from fxopt.optimizing import prepare
-from fxopt.outputs import mapped
 
-
-class Unavailable(Exception):
-    """An engine cannot run a model here; the message is the reason that the report gives."""
+from .models import cast, fresh, with_tensors
 
 
 def reason(error: Exception) -> str:
     """One line that says why an engine is left out."""
-    if isinstance(error, Unavailable):
-        return str(error)
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed (the extra `peers` brings it)"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -44,17 +38,21 @@ def reason(error: Exception) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """An engine that holds a model: `feed` makes its inputs for one run, untimed, and `run` takes these."""
+    """An engine that holds a model: `feed` makes its inputs for one run, untimed, and `run` takes these.
+
+    `model` is what `fxopt.optimize` gave, of which there is a report.
+    """
 
     feed: Callable[[Mapping[str, Any]], Any]
     run: Callable[[Any], Any]
+    model: Any = None
 
 
 Prepare = Callable[[nn.Module, Mapping[str, Any], int], Prepared]
 """Makes a model ready for inputs like these and for so many threads; leaves the model as it is."""
 
 
-def engines(precision: str, threads: int) -> dict[str, Prepare]:
+def engines(precision: str) -> dict[str, Prepare]:
     """The engines for `float32`, `bfloat16` or `int8` by name; the first is eager float32, the measure of all others."""
     chosen: dict[str, Prepare] = {
         EAGER: eager,
@@ -64,15 +62,7 @@ def engines(precision: str, threads: int) -> dict[str, Prepare]:
         ),
     }
     if precision == "float32":
-        chosen |= {
-            "torch.compile": compiled,
-            "torch.jit": jit,
-            "onnxruntime": onnxruntime,
-            "onnxruntime, spinning": functools.partial(onnxruntime, spinning=True),
-            "OpenVINO": openvino,
-        }
-        if threads == 1:
-            del chosen["onnxruntime, spinning"]  # one thread waits for nobody
+        chosen |= {"torch.compile": compiled, "ONNX Runtime": onnxruntime, "OpenVINO": openvino}
     elif precision == "bfloat16":
         chosen |= {
             "eager bfloat16": functools.partial(_in_bfloat16, eager),
@@ -82,7 +72,7 @@ def engines(precision: str, threads: int) -> dict[str, Prepare]:
     else:
         chosen |= {
             "torch.ao int8": dynamically_quantized,
-            "onnxruntime int8": functools.partial(onnxruntime, int8=True),
+            "ONNX Runtime int8": functools.partial(onnxruntime, int8=True),
         }
     return chosen
 
@@ -108,33 +98,21 @@ def compiled(model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepa
     return Prepared(fresh, lambda feed: module(**feed))
 
 
-def jit(model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared:
-    """`torch.jit.trace`, frozen and optimized for inference."""
-    leaves = tuple(tensors(inputs))
-    traced = torch.jit.trace(Flat(model, inputs), leaves, check_trace=False)
-    module = torch.jit.optimize_for_inference(torch.jit.freeze(traced))
-    return Prepared(tensors, lambda feed: module(*feed))
-
-
 def onnxruntime(
     model: nn.Module,
     inputs: Mapping[str, Any],
     threads: int,
     *,
-    spinning: bool = False,
     int8: bool = False,
 ) -> Prepared:
-    """ONNX Runtime on the model exported with `dynamo=True`.
+    """ONNX Runtime on the model exported with `dynamo=True`; `int8` quantizes matrix products dynamically.
 
-    `spinning` lets its threads wait actively within a run, as is its default, but no longer than the run takes. `int8`
-    quantizes matrix products dynamically.
+    As by default its threads wait actively within a run, but no longer than the run takes.
     """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
-    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     options.add_session_config_entry("session.force_spinning_stop", "1")
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "model.onnx"
@@ -187,10 +165,8 @@ def dynamically_quantized(model: nn.Module, inputs: Mapping[str, Any], threads: 
 
 def _fxopt(model: nn.Module, inputs: Mapping[str, Any], threads: int, *, precision: str) -> Prepared:
     """`fxopt.optimize`."""
-    if precision not in prepare.PRECISIONS:
-        raise Unavailable(f"`fxopt.optimize` knows {', '.join(prepare.PRECISIONS)} alone")
     module = fxopt.optimize(model, (), fresh(inputs), precision=precision)
-    return Prepared(fresh, lambda feed: module(**feed))
+    return Prepared(fresh, lambda feed: module(**feed), module)
 
 
 def _in_bfloat16(prepare: Prepare, model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared:
@@ -210,22 +186,6 @@ def tensors(value: Any) -> list[Tensor]:
     return list(tensors_in(value))
 
 
-def with_tensors(inputs: Mapping[str, Any], leaves: Iterator[Tensor]) -> dict[str, Any]:
-    """The same inputs by name with other tensors; a cache is a new one, so that a run leaves the old one as it was."""
-    return mapped(dict(inputs), lambda tensor: next(leaves))  # type: ignore[no-any-return]
-
-
-def fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The same inputs for one more run, which may add to a cache: no tensor is copied."""
-    return with_tensors(inputs, tensors_in(inputs))
-
-
-def cast(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The same inputs with floating-point tensors in another dtype."""
-    leaves = (tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors_in(inputs))
-    return with_tensors(inputs, leaves)
-
-
 class Flat(nn.Module):
     """A model that takes its tensors one by one and gives a tuple of tensors: what exporters understand."""
 
@@ -235,7 +195,8 @@ class Flat(nn.Module):
         self.eval()
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensors(self.model(**with_tensors(self.inputs, iter(leaves)))))
+        given = iter(leaves)
+        return tuple(tensors(self.model(**with_tensors(self.inputs, lambda tensor: next(given)))))
 
 
 @contextlib.contextmanager

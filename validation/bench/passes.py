@@ -23,7 +23,7 @@ from fxopt.rewriting.rewrite import Rewrite
 from fxopt.submodules import sharing_copy
 
 from ..timing import of_runs, spread
-from .workloads import bert_base
+from .models import workload
 
 Times = dict[str, dict[int, float]]
 """`"<pass> apply"` or `"<pass> undo"` -> number of layers -> seconds."""
@@ -78,7 +78,7 @@ def verification(
     In processor time of one thread, which other work on the machine changes little.
     """
     torch.set_num_threads(1)
-    subject = bert_base(batch, 128)
+    subject = workload("bert-base", batch)
     free = fxopt.symbolic_trace(subject.model, list(subject.inputs))
     fixed = fxopt.trace(subject.model, (), subject.inputs)
     table = Table(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fxopt.outputs import mapped
 
 from ..zoo import architectures
-from . import user_libraries as libraries
+from . import models
 
 MODELS = {
     "transformers": """
@@ -80,7 +80,8 @@ def _of_transformers(cls: Any) -> Subject:
 
 
 def _of_library(name: str) -> Subject:
-    model: Any = libraries.build(name)
+    entry = models.entries("user_libraries.yaml")[name.partition(".")[2]]
+    model: Any = entry.make()
     methods = []
     if hasattr(model, "encode"):
         latent = torch.randn(2, model.config.latent_channels, 8, 8)
@@ -88,7 +89,7 @@ def _of_library(name: str) -> Subject:
             _call("encode", {"x": torch.randn(2, 3, 16, 16)}, "x"),
             _call("decode", {"z": latent}, "z"),
         ]
-    first, other = (libraries.example_inputs(model, batch) for batch in (2, 3))
+    first, other = (entry.inputs(model, batch) for batch in (2, 3))
     return Subject(model, _forwards(model, first, other), [], methods)
 
 

@@ -35,8 +35,8 @@ from ..timing import cores
 from . import user_models
 from .engines import quiet, reason
 from .machine import write
+from .models import named
 from .user_models import Call, Subject
-from .workloads import named
 
 TOLERANCE = 1e-4
 """How far a result may be from eager's, relative to the largest value of the tensor; tokens are equal."""
@@ -62,7 +62,7 @@ def users(
     ),
 ) -> None:
     """Do what users do with an optimized model, and compare with the model; exit status 1 if something is wrong."""
-    names = named(models, user_models.NAMES, exact=False)
+    names = named(models, tuple(user_models.NAMES))
     absent = sorted(each for each in user_models.MODELS if importlib.util.find_spec(each) is None)
     rows = []
     with ThreadPoolExecutor(workers or cores()) as pool:

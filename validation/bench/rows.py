@@ -1,13 +1,16 @@
-"""One workload on all engines at one precision and number of threads: one row an engine."""
+"""One model on all engines at one precision and number of threads: one row an engine."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import functools
 import math
+import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,20 +18,24 @@ import torch
 from fxopt.testing import compare as compare_outputs
 
 from ..judging.metrics import cosine
+from ..judging.repro import portable
 from ..timing import Others, in_random_order, ratio, second_of_two
-from .engines import EAGER, Prepare, cast, quiet, reason, tensors
-from .machine import gemm_peak
-from .workloads import Workload
+from .engines import EAGER, Prepare, engines, quiet, reason, tensors
+from .models import Workload, in_float64, workload
 
 WARM_UP = 3
+
+Case = tuple[str, str, int]
+"""A model by name, a precision and a number of threads."""
 
 
 @dataclasses.dataclass
 class Row:
-    """One engine on one workload. Without a reason why it was left out it ran; numbers that were not measured are NaN.
+    """One engine on one model. Without a reason why it was left out it ran; numbers that were not measured are NaN.
 
     `speedup` is the median of the paired ratios of eager's time to its own, with the ends of the 95 % interval, `error_ratio`
-    the error to float64 by that of eager float32, `busy` the cores that others used during the rounds.
+    the error to float64 by that of eager float32, `memory` the weights in memory by those of the model, `eager` the reason
+    why `fxopt.optimize` uses no graph, `busy` the cores that others used during the rounds.
     """
 
     model: str
@@ -36,41 +43,50 @@ class Row:
     threads: int
     engine: str
     reason: str = ""
+    eager: str = ""
     rounds: int = 0
     median_ms: float = math.nan
     speedup: float = math.nan
     speedup_low: float = math.nan
     speedup_high: float = math.nan
-    gflops: float = math.nan
-    gemm_gflops: float = math.nan
     first_call_s: float = math.nan
     error: float = math.nan
     error_ratio: float = math.nan
     cosine: float = math.nan
+    memory: float = math.nan
     busy: float = math.nan
 
 
-def compare(
-    case: tuple[str, str, int],
-    workload: Workload,
-    engines: Mapping[str, Prepare],
-    *,
-    rounds: int,
-    seconds: float,
-    say: Callable[[str], object] = print,
-) -> list[Row]:
-    """Makes every engine ready, then times all of them in rounds; `case` is the model's name, precision and threads.
+def of_case(case: Case, names: Collection[str], rounds: int, seconds: float, limit: float) -> list[Row]:
+    """The rows of a case, from a process of its own; one row with the reason where that ends or takes too long."""
+    context: Any = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context) as pool:
+        running = pool.submit(_measured, case, names, rounds, seconds)
+        try:
+            return running.result(limit)
+        except Exception as error:  # it cannot be built, its process ended, or its time is up
+            for process in [*pool._processes.values()]:
+                process.kill()
+            return [Row(*case, EAGER, reason(error))]
 
-    An engine that fails at anything is left out with its reason.
-    """
+
+def _measured(case: Case, names: Collection[str], rounds: int, seconds: float) -> list[Row]:
+    with quiet():
+        chosen = {name: made for name, made in engines(case[1]).items() if name in names or not names}
+        return compare(case, workload(case[0]), chosen, rounds=rounds, seconds=seconds)
+
+
+def compare(
+    case: Case, workload: Workload, engines: Mapping[str, Prepare], *, rounds: int, seconds: float
+) -> list[Row]:
+    """Makes every engine ready, then times all of them in rounds. One that fails is left out with its reason."""
     threads = case[-1]
     torch.set_num_threads(threads)
     rows = {name: Row(*case, name) for name in engines}
-    flops, exact = workload.flops(), in_float64(workload)
+    exact = in_float64(workload)
     turns: dict[str, Callable[[], float]] = {}
     with torch.no_grad():
         for name, prepare in engines.items():
-            say(f"{case}, first runs: {name}")
             try:
                 with quiet():
                     turns[name] = _ready(prepare, workload, threads, rows[name], exact)
@@ -78,17 +94,13 @@ def compare(
                 if name == EAGER:
                     raise
                 rows[name] = Row(*case, name, reason(error))
-        say(f"{case}, rounds")
         others = Others()
         times = in_random_order(turns, rounds, seconds, np.random.default_rng(0))
         busy = others.cores()
-    torch._dynamo.reset()  # what it compiled holds the model
-    peak = gemm_peak() / 1e9
     for name, measured in times.items():
-        row, median, found = rows[name], statistics.median(measured), ratio(times[EAGER], measured)
-        row.rounds, row.median_ms, row.busy = len(measured), 1e3 * median, busy
+        row, found = rows[name], ratio(times[EAGER], measured)
+        row.rounds, row.median_ms, row.busy = len(measured), 1e3 * statistics.median(measured), busy
         row.speedup, row.speedup_low, row.speedup_high = dataclasses.astuple(found)
-        row.gflops, row.gemm_gflops = flops / median / 1e9, peak
         own = rows[EAGER].error
         row.error_ratio = row.error / own if own else math.nan
     return list(rows.values())
@@ -103,16 +115,14 @@ def _ready(
     outputs = tensors(prepared.run(prepared.feed(workload.inputs)))
     row.first_call_s = time.perf_counter() - start
     row.error, row.cosine = exactness(outputs, exact)
-    turn = second_of_two(prepared.run, lambda: prepared.feed(workload.inputs))
+    if prepared.model is not None:
+        (graph,) = prepared.model.report or [None]
+        row.eager = portable(graph.reason or "") if graph else str(prepared.model.report)
+        row.memory = graph.memory or math.nan if graph else math.nan
+    turn = second_of_two(prepared.run, functools.partial(prepared.feed, workload.inputs))
     for _ in range(WARM_UP):
         turn()
     return turn
-
-
-def in_float64(workload: Workload) -> list[torch.Tensor]:
-    """The outputs of a copy of the model in float64."""
-    with torch.no_grad():
-        return tensors(copy.deepcopy(workload.model).double()(**cast(workload.inputs, torch.float64)))
 
 
 def exactness(outputs: list[torch.Tensor], exact: list[torch.Tensor]) -> tuple[float, float]:

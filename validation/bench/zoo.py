@@ -1,0 +1,162 @@
+"""`python -m validation.bench zoo`: eager, fxopt and its peers on popular models at their published sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, cast
+
+import numpy as np
+import pandas as pd
+import typer
+
+from .. import store
+from ..records import counted
+from ..report.markdown import escape, pipes
+from ..timing import cores
+from . import machine, models, rows
+from .engines import AGAIN, EAGER, PRECISIONS
+
+_VERSIONS = ("torch", "transformers", "onnxruntime", "openvino")
+
+KEYS = ["model", "precision", "threads", "machine"]
+SLOWER = 0.97
+"""An engine is slower than eager below this speed-up."""
+
+INTRODUCTION = f"""\
+`{EAGER}` is the model itself in float32 under `torch.no_grad()`. Each round runs all engines in a new random order, each \
+twice, of which the second run counts. The *speed-up* is eager's time divided by the engine's in the same round: the \
+median with its 95 % bootstrap interval. `{AGAIN}` is the same model once more: the distance of its speed-up from 1 is the \
+error of the measurement. All engines have the same number of threads. *Ready* is the time from the model in memory to \
+the first result. *Error* is the largest difference from the model in float64, as a multiple of eager's; *cosine* is the similarity \
+to float64; both are of the worst output. *Memory* is that of all weights, as a multiple of the model's.
+
+*No graph* counts the models for which `fxopt.optimize` runs the eager model. *Slower* counts speed-ups below {SLOWER}. \
+Nothing in fxopt was chosen by looking at an *unseen* model. ⚠️ marks models that were measured while the machine was not idle."""
+
+
+def zoo(
+    chosen: Annotated[
+        str, typer.Option("--models", help="By name or its beginning, separated by commas; empty for all.")
+    ] = "",
+    precision: Annotated[
+        str, typer.Option(help="Of float32, bfloat16 and int8, separated by commas.")
+    ] = "float32",
+    engines: Annotated[
+        str, typer.Option(help="Engines by name, separated by commas; empty for all. Eager always runs.")
+    ] = "",
+    threads: Annotated[int, typer.Option(help="Threads of each engine; 0 for all cores.")] = 0,
+    rounds: Annotated[int, typer.Option(help="The fewest rounds of each model.")] = 10,
+    seconds: Annotated[float, typer.Option(help="Rounds go on for so long.")] = 20.0,
+    limit: Annotated[float, typer.Option(help="Seconds after which the process of a model ends.")] = 900.0,
+    again: Annotated[bool, typer.Option(help="Measure models again that the table has.")] = False,
+    out: Annotated[Path, typer.Option(help="Where zoo.parquet and zoo.md are.")] = Path("reports/baseline"),
+) -> None:
+    """Speed, time to be ready and exactness of fxopt beside its peers; each model is in a process of its own.
+
+    Models that the table in the folder has are not measured again, so that a run that was cut goes on.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "zoo.parquet"
+    table = pd.read_parquet(file) if file.exists() else pd.DataFrame(columns=KEYS)
+    known = models.zoo()
+    wanted = [each.strip() for each in engines.split(",") if each.strip()]
+    for case in itertools.product(
+        models.named(chosen, known), models.named(precision, PRECISIONS, "precision"), [threads or cores()]
+    ):
+        run = store.Run.now(threads=case[-1])
+        there = (table[KEYS] == [*case, run.devices["cpu"]]).all(axis=1)
+        if there.any() and not again:
+            continue
+        typer.echo(" ".join(map(str, case)), err=True)
+        measured = rows.of_case(case, {EAGER, *wanted} if wanted else (), rounds, seconds, limit)
+        facts = {"commit": run.commit, "machine": run.devices["cpu"], "versions": _versions()}
+        entry = {"kind": known[case[0]].said["kind"], "unseen": bool(known[case[0]].said.get("unseen"))}
+        new = pd.DataFrame([entry | dataclasses.asdict(row) | facts for row in measured])
+        table = pd.concat([table[~there], new], ignore_index=True) if len(table) else new
+        buffer = io.BytesIO()
+        table.to_parquet(buffer, index=False)
+        store.replace(file, buffer.getvalue())
+    machine.write("zoo", out, "fxopt and its peers on popular models", INTRODUCTION, *document(table))
+
+
+def _versions() -> str:
+    return ", ".join(f"{name} {found}" for name in _VERSIONS if (found := store.version(name)))
+
+
+def document(table: pd.DataFrame) -> Iterator[str]:
+    """The blocks of the page: for each precision the means, the means by kind, and a table of all models."""
+    for keys, measured in table.groupby(["machine", "threads", "precision"], sort=False):
+        name, threads, precision = cast(tuple[str, int, str], keys)
+        yield f"## {precision}, {counted(threads, 'thread')}, {name.partition(';')[0]}"
+        for made, rest in measured.groupby(["commit", "versions"], sort=False):
+            commit, versions = cast(tuple[str, str], made)
+            yield f"{counted(rest['model'].nunique(), 'model')} at {commit}, {versions}, {name}."
+        yield pipes(pd.concat([means(part, label) for label, part in _parts(measured)], ignore_index=True))
+        ran = measured[measured["reason"] == ""]
+        speedups = ran[ran["engine"] != EAGER].pivot_table("speedup", "kind", "engine", _mean, sort=False)
+        yield pipes(speedups.map("{:.2f}".format).reset_index())
+        yield pipes(
+            pd.DataFrame([_line(str(model), own) for model, own in measured.groupby("model", sort=False)])
+        )
+        notes = measured.assign(note=measured["reason"].where(measured["reason"] != "", measured["eager"]))
+        yield "\n".join(
+            f"- {row['model']}, {row['engine']}: {escape(row['note'])}"
+            for _, row in notes[notes["note"] != ""].iterrows()
+        )
+
+
+def _parts(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    yield "all", table
+    if table["unseen"].any() and not table["unseen"].all():
+        yield from (("seen", table[~table["unseen"]]), ("unseen", table[table["unseen"]]))
+
+
+def means(table: pd.DataFrame, label: str) -> pd.DataFrame:
+    """For each engine the geometric mean of its speed-ups, and that of fxopt on the same models."""
+    own = next((name for name in table["engine"] if name.startswith("fxopt")), EAGER)
+    speedups = table[table["reason"] == ""].pivot(index="model", columns="engine", values="speedup")
+    found = []
+    for engine in (name for name in table["engine"].unique() if name != EAGER):
+        there = speedups.dropna(subset=[engine, own]) if engine in speedups else speedups[:0]
+        is_own = table[table["engine"] == engine]
+        found.append(
+            {
+                "models": f"{label}, {len(there)}",
+                "engine": engine,
+                "geometric mean": f"{_mean(there[engine]):.3f}" if len(there) else "",
+                "fxopt there": f"{_mean(there[own]):.3f}" if len(there) else "",
+                "no graph, or left out": str((is_own["eager"] != "").sum() + (is_own["reason"] != "").sum()),
+                "slower": str((there[engine] < SLOWER).sum()) if len(there) else "",
+                "ready, s": f"{is_own['first_call_s'].median():.1f}",
+            }
+        )
+    return pd.DataFrame(found)
+
+
+def _mean(speedups: pd.Series) -> float:
+    return float(np.exp(np.log(speedups).mean()))
+
+
+def _line(model: str, own: pd.DataFrame) -> dict[str, str]:
+    """The line of a model: the speed-up of each engine, and what `fxopt.optimize` takes."""
+    ran = own[own["reason"] == ""]
+    mark = " ⚠️" if ran["busy"].max() > machine.BUSY else ""
+    unseen = ", unseen" if own["unseen"].any() else ""
+    cells = {"model": f"{model}{unseen}{mark}"}
+    for median in ran.loc[ran["engine"] == EAGER, "median_ms"]:
+        cells["eager, ms"] = f"{median:,.1f}"
+    for _, row in ran[ran["engine"] != EAGER].iterrows():
+        name = row["engine"]
+        if name.startswith("fxopt"):
+            cells[name] = f"{row['speedup']:.2f} ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
+            cells["ready, s"] = f"{row['first_call_s']:.1f}"
+            cells["error"] = f"{row['error_ratio']:,.1f}"
+            cells["cosine"] = f"{row['cosine']:.6f}"
+            cells["memory"] = "" if np.isnan(row["memory"]) else f"{row['memory']:.2f}"
+        else:
+            cells[name] = f"{row['speedup']:.2f}"
+    return cells
