@@ -60,7 +60,6 @@ def regions(index: GraphIndex, convs: Collection[Node]) -> Iterator[Region]:
 
 def region_obstacle(index: GraphIndex, region: Region) -> str | None:
     """Why a region cannot be in channels_last; `None` if it can."""
-    inside = set(region.nodes)
     for node in region.nodes:
         value = graph.value_of(node)
         if not isinstance(value, Tensor) or value.dim() != 4:
@@ -72,14 +71,14 @@ def region_obstacle(index: GraphIndex, region: Region) -> str | None:
     for node, users in region.borders:
         if not graph.value_of(node).is_contiguous():
             return f"{node.name} is not in torch's default layout, in which what follows would get it"
-        writers = index.memory.writers(node)
-        outside = [alias.name for alias in index.memory.aliases(node) if alias not in inside]
-        if writers and outside:
-            return f"{writers[0].name} may write into the memory that {node.name} shares with {outside[0]}"
+        # The users get a copy, so that a later write would reach one of the two alone. An earlier one is in both.
         first = min(map(index.position.__getitem__, users))
-        late = [writer.name for writer in writers if index.position[writer] > first]
+        late = [writer for writer in index.memory.writers(node) if index.position[writer] >= first]
         if late:
-            return f"{late[0]} writes into {node.name} after it was read"
+            return f"{late[0].name} may write into the memory of {node.name} after that is copied to the default layout"
+        twins = [other for other, _ in region.borders if other is not node and index.memory.may_alias(other, node)]
+        if twins and index.memory.is_returned(node):
+            return f"{node.name} and {twins[0].name} may share memory that the graph returns"
     return None
 
 

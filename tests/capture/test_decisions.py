@@ -1,5 +1,7 @@
 """Decisions on values with default arguments: refused with the line, or settled where one side raises."""
 
+import operator
+
 import pytest
 import torch
 from torch import nn
@@ -164,6 +166,21 @@ def test_an_assertion_of_torch_stays_in_the_graph():
     assert torch.equal(gm(X), X * 2)
     with pytest.raises(AssertionError, match="too small"):
         gm(X - 1000)
+
+
+def test_an_assertion_on_sizes_is_a_guard_and_no_node():
+    def forward(self, x):
+        torch._assert(x.dim() == 2, "not a matrix")
+        torch._assert(x.shape[0] > 1, message="one row")
+        return x * 2
+
+    gm = fxopt.trace(module(forward), (X,), dynamic_shapes={"x": {0: torch.export.Dim.AUTO}})
+    assert [node.target for node in gm.graph.nodes if node.op == "call_function"] == [operator.mul]
+    assert torch.equal(gm(X), X * 2)
+    with pytest.raises(fxopt.GuardError):
+        gm(X[:1])
+    with pytest.raises(fxopt.TraceError, match="not a matrix"):
+        fxopt.trace(module(forward), (X[0],))
 
 
 def several(self, x):

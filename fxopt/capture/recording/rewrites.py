@@ -226,11 +226,12 @@ def _is_known(value: Any) -> bool:
 # --- others
 
 
-def _assert(recorder: Recorder, call: Call) -> Any:
-    if not isinstance(call.args[0], torch.Tensor):
-        return NotImplemented
-    recorder.record(call, None)
-    return None
+def _assert(recorder: Recorder, call: Call) -> None:
+    """Record an assertion on the values of a tensor; one on sizes is true, or a guard makes it so."""
+    if any(isinstance(argument, torch.Tensor) for argument in (*call.args, *call.kwargs.values())):
+        recorder.record(call, None)
+    else:
+        call.function(*call.args, **call.kwargs)
 
 
 def _leave_out_generator(recorder: Recorder, call: Call) -> Any:
