@@ -30,6 +30,7 @@ from fxopt.passes.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
 from fxopt.passes.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
 from fxopt.passes.fuse_bias_in_linear import FuseBiasInLinear
 from fxopt.passes.fuse_epilogues import FuseEpilogues
+from fxopt.passes.fuse_gelu import FuseGelu
 from fxopt.passes.make_layers import MakeLayers
 from fxopt.passes.merge_convs import MergeConvs
 from fxopt.passes.merge_linears import MergeLinears
@@ -66,6 +67,7 @@ __all__ = [
     "FuseBatchNorm2dInConv2d",
     "FuseBiasInLinear",
     "FuseEpilogues",
+    "FuseGelu",
     "FxoptError",
     "GraphIndex",
     "Guard",

@@ -35,7 +35,7 @@ class PackedLayer(nn.Module):
     under `torch.inference_mode`, and steps of fused optimizers, unless the layer was called with gradients since.
 
     Attributes:
-        kernel: `onednn`, `mkl`, or `int8`, which rounds.
+        kernel: `onednn`, `mkl`, or one that rounds: `int8` and `int8_weight`.
         packed_for: the shape of the inputs that it is packed for; it takes others as well.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -141,12 +142,63 @@ def _mkl_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
     return Packed(compute, weight.nbytes, _memory(packed)[1])
 
 
-def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
+def _rounded(layer: nn.Linear) -> tuple[Tensor, Tensor]:
+    """The weight in int8, and the scale of each row: the largest number of a row becomes 127."""
     weight = layer.weight.detach().float()
-    # The largest number of each row becomes 127.
     scale = weight.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-    packed = (weight / scale.unsqueeze(1)).round().to(torch.int8)
-    scale, features = scale.to(torch.bfloat16), weight.shape
+    return (weight / scale.unsqueeze(1)).round().to(torch.int8), scale
+
+
+def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
+    """Products of int8: each call rounds the rows of its input, too."""
+    weight, scale = _rounded(layer)
+    features, (outputs, inputs) = layer.out_features, weight.shape
+    rows = int(torch.Size(shape[:-1]).numel())
+    packed = internals.quantized_linear_weight(weight, [rows, inputs])
+    one, zero = torch.ones((), device="cpu"), torch.zeros((), dtype=torch.int32, device="cpu")
+    zeros = torch.zeros(outputs, dtype=torch.int32, device="cpu")
+    for_one_row = _packed_for_one_row(weight, scale) if rows == 1 else None
+
+    def compute(
+        bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
+    ) -> Tensor:
+        values = input.reshape(-1, inputs).float()
+        if for_one_row is not None and len(values) == 1:
+            value: Tensor = internals.dynamic_linear(values, for_one_row, False)
+            value = value if bias is None else value.add_(bias)
+        else:
+            # A row of zeros has NaN here, which becomes some integer, and is 0 again after the product with its scale.
+            sizes = values.abs().amax(1, keepdim=True).mul_(1 / 127)
+            small = values.div(sizes).round_().to(torch.int8)
+            value = internals.quantized_linear(
+                *(small, one, zero, packed, scale, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+            )
+            value = (
+                value.mul_(sizes) if bias is None else torch.addcmul(bias.float(), value, sizes, out=value)
+            )
+        value = value.to(input.dtype).reshape(*input.shape[:-1], features)
+        return finished(value, other, activation)
+
+    nbytes, address = _memory(packed)
+    return Packed(compute, nbytes + scale.nbytes + weight.nbytes * (for_one_row is not None), address)
+
+
+def _packed_for_one_row(weight: Tensor, scale: Tensor) -> Any:
+    """The weight for the operator that is faster for one row; it has one scale for all rows of its input."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch means to drop these tensors: then the other operator is there
+        zeros = torch.zeros(len(weight), dtype=torch.long, device="cpu")
+        try:
+            quantized = internals.quantized_by_rows(weight, scale.double(), zeros, 0)
+            return internals.dynamic_linear_weight(quantized, None)
+        except (RuntimeError, NotImplementedError):
+            return None
+
+
+def _int8_weight_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
+    """The weight alone in int8, which processors without instructions for products of int8 can do."""
+    packed, scale = _rounded(layer)
+    scale, features = scale.to(torch.bfloat16), packed.shape
 
     def compute(
         bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
@@ -212,8 +264,9 @@ _KERNELS: Mapping[type[nn.Module], Mapping[str, Kernel]] = {
         "onednn": Kernel(_DTYPES, _onednn_linear, True, any_shape=True),
         # It takes the weight beside the packed one, for inputs of other sizes.
         "mkl": Kernel((torch.float32,), _mkl_linear, False, alone=False),
+        "int8": Kernel(_DTYPES[:2], _int8_linear, False, rounds=True),
         # With a number of features that is no multiple of 32, torch's kernel reads beyond the end.
-        "int8": Kernel(_DTYPES[:2], _int8_linear, False, rounds=True, multiple=64),
+        "int8_weight": Kernel(_DTYPES[:2], _int8_weight_linear, False, rounds=True, multiple=64),
     },
     nn.Conv2d: {"onednn": Kernel(_DTYPES, _onednn_conv, True)},
 }

@@ -174,25 +174,46 @@ def test_copies_and_pickles_pack_anew(layer, kernel):
     assert list(packed.state_dict()) == list(layer.state_dict())
 
 
-def test_int8_rounds_the_weight_and_nothing_more():
+@pytest.mark.parametrize("kernel", ["int8", "int8_weight"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_int8_rounds_and_nothing_more(kernel, bias):
     layer = random_layer(nn.Linear(128, 13))
-    assert "int8" not in kernels_for(layer)
-    assert "int8" not in kernels_for(random_layer(nn.Linear(96, 16)), rounding=True)
-    if "int8" not in kernels_for(layer, rounding=True):
-        pytest.skip("this build of torch has no kernel for int8")
-    packed = packed_layer(layer, "int8", (5, 128))
-    for rows in (1, 2, 3, 5, 8, 33):
-        for x in (torch.randn(rows, 128), torch.randn(2, rows, 128), torch.randn(128, rows).T):
-            wanted = layer(x)
-            assert (packed(x) - wanted).norm() < 0.02 * wanted.norm()
-            assert packed(x).shape == wanted.shape
-    assert packed(torch.randn(128)).shape == (13,)
+    layer.bias = layer.bias if bias else None
+    assert kernel not in kernels_for(layer)
+    if kernel not in kernels_for(layer, rounding=True):
+        pytest.skip(f"this processor and this build of torch have no kernel for {kernel}")
+    for packed_for in (1, 5):
+        packed = packed_layer(layer, kernel, (packed_for, 128))
+        for rows in (1, 2, 3, 5, 8, 33):
+            for x in (torch.randn(rows, 128), torch.randn(2, rows, 128), torch.randn(128, rows).T):
+                wanted = layer(x)
+                assert (packed(x) - wanted).norm() < 0.02 * wanted.norm()
+                assert packed(x).shape == wanted.shape
+        assert packed(torch.randn(128)).shape == (13,)
+        assert packed(torch.randn(0, 128)).shape == (0, 13)
+        assert packed(torch.full((2, 128), torch.nan)).isnan().all()
     layer.weight[0] = 0
     layer.weight[1] *= 1e-4
-    layer.bias[1] = 0
-    assert torch.allclose(packed(x)[:, 0], layer.bias[0])
+    if bias:
+        layer.bias[1] = 0
+    assert torch.allclose(packed(x)[:, 0], layer.bias[0] if bias else torch.zeros(()))
     assert (packed(x) - layer(x))[:, 1].norm() < 0.02 * layer(x)[:, 1].norm()
-    narrow = packed_layer(random_layer(nn.Linear(24, 16)), "int8", (5, 24))
+
+
+def test_rows_are_quantized_one_by_one():
+    layer = random_layer(nn.Linear(64, 16))
+    if "int8" not in kernels_for(layer, rounding=True):
+        pytest.skip("this processor and this build of torch have no kernel for int8")
+    packed = packed_layer(layer, "int8", (3, 64))
+    x = torch.randn(3, 64)
+    large = torch.stack([x[0], x[1] * 1e4, torch.zeros(64)])
+    assert torch.equal(packed(large)[0], packed(x)[0])
+    assert torch.equal(packed(large)[2], layer.bias)
+
+
+def test_kernels_have_the_features_that_they_can_take():
+    assert "int8_weight" not in kernels_for(random_layer(nn.Linear(96, 16)), rounding=True)
+    narrow = packed_layer(random_layer(nn.Linear(24, 16)), "int8_weight", (5, 24))
     assert torch.equal(narrow(torch.ones(5, 24)), F.linear(torch.ones(5, 24), narrow.weight, narrow.bias))
 
 

@@ -62,6 +62,7 @@ IDLE = (
     fxopt.FoldNormWeights,
     FuseAttention,
     fxopt.FuseEpilogues,
+    fxopt.FuseGelu,
     fxopt.MakeLayers,
     fxopt.MergeConvs,
     fxopt.QuantizeLinears,

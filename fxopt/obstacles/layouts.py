@@ -76,7 +76,9 @@ def region_obstacle(index: GraphIndex, region: Region) -> str | None:
         late = [writer for writer in index.memory.writers(node) if index.position[writer] >= first]
         if late:
             return f"{late[0].name} may write into the memory of {node.name} after that is copied to the default layout"
-        twins = [other for other, _ in region.borders if other is not node and index.memory.may_alias(other, node)]
+        twins = [
+            other for other, _ in region.borders if other is not node and index.memory.may_alias(other, node)
+        ]
         if twins and index.memory.is_returned(node):
             return f"{node.name} and {twins[0].name} may share memory that the graph returns"
     return None

@@ -54,7 +54,7 @@ def optimize(
             for each structure of inputs; sizes that differ in a later call are free in the next graph.
         kwargs: example inputs by keyword.
         precision: `float32` differs from the model by rounding alone; `bfloat16` runs layers in that; `int8` gives linear
-            layers weights in int8 where that is faster, as in decoding.
+            layers weights and inputs in int8 where that is faster.
         tune: measure the kernels and the speed; without it, kernels are packed where no earlier measurement found that slower.
         keep_model: without it, the result holds the graph for the example inputs alone, and no weight beside a packed one:
             other inputs are a GuardError. The memory of the model's weights is free when nothing else holds the model.

@@ -35,6 +35,7 @@ from fxopt.passes.fold_constants import FoldConstants
 from fxopt.passes.folding import Fold
 from fxopt.passes.fuse_attention import FuseAttention
 from fxopt.passes.fuse_epilogues import FuseEpilogues
+from fxopt.passes.fuse_gelu import FuseGelu
 from fxopt.passes.make_layers import MakeLayers
 from fxopt.passes.pack_convs import PackConvs
 from fxopt.passes.pack_linears import PackLinears
@@ -177,6 +178,7 @@ def pipeline(options: Options) -> list[Rewrite[Any]]:
         RemoveIdentity(),
         EliminateCommonSubexpressions(),
         FoldConstants(),
+        FuseGelu(),
         MakeLayers(),
         FoldBatchNorms(reversible=False),
         FoldScaleAndShift(reversible=False),

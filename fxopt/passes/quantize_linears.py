@@ -1,4 +1,4 @@
-"""Linear layers compute with a weight in int8."""
+"""Linear layers compute products of int8."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from fxopt.packing import PackingLinears
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeLinears(PackingLinears):
-    """Gives `torch.nn.Linear` layers on the CPU a kernel with the weight in int8, a scale for each row, and inputs in bfloat16.
+    """Gives `torch.nn.Linear` layers on the CPU a kernel with weights and inputs in int8.
 
-    It pays where reading the weight is what takes time: for one or a few rows, as in a step of decoding. A layer keeps
-    its weight beside the rounded one, so that undoing is exact; for what else it keeps and follows see `PackLinears`.
+    Each row of the weight has a scale, and so has each row of an input, which a call computes: the result of one row does
+    not depend on the others. Processors without instructions for products of int8 (AVX512-VNNI, AMX) round the weight alone, and compute in
+    bfloat16. A layer keeps its weight beside the rounded one, so that undoing is exact; for what else it keeps and follows
+    see `PackLinears`.
 
     Args:
         tune: measure, and leave alone what another kernel computes as fast. Else every layer is quantized; with `"known"`, but
             for what earlier measurements on this machine found slower.
 
-    Source: Dettmers et al., LLM.int8(), 2022, arXiv:2208.07339, section 2.1 (absmax quantization, here by rows).
+    Source: Dettmers et al., LLM.int8(), 2022, arXiv:2208.07339, sections 2.1 and 3.1 (absmax quantization by rows).
 
     Example:
         >>> import torch, fxopt

@@ -50,7 +50,7 @@ class Found:
 class Pattern(ReversibleRewrite[Found]):
     """A pass in two functions: `replacement` takes the place of `pattern`, wherever a graph computes this.
 
-    A parameter without annotation is any value that a node gives. `float` and `int` are a number, and a class of layers is a
+    A parameter without annotation, or with `Tensor`, is any value that a node gives. `float` and `int` are a number, and a class of layers is a
     layer of exactly this class. Both functions compute one value. Functions, methods, operators of Python and layers without
     weights are one spelling, and so are both orders of `+` and `*`.
 
@@ -324,21 +324,22 @@ def _kinds_of(pass_: Pattern) -> dict[str, Any]:
         parameters = inspect.signature(pass_.pattern, eval_str=True).parameters.values()
     except NameError as error:
         raise PassError(f"an annotation of {name}.pattern is unknown: {error}") from error
+    kinds = {each.name: each.empty if each.annotation is Tensor else each.annotation for each in parameters}
     for each in parameters:
-        kind = each.annotation
+        kind = kinds[each.name]
         if each.kind is not each.POSITIONAL_OR_KEYWORD or each.default is not each.empty:
             raise PassError(
                 f"the parameter {each.name} of {name}.pattern is variadic, positional, keyword-only or has a default"
             )
         if not (kind in (each.empty, int, float) or (_is_layer(kind) and kind is not nn.Module)):
             raise PassError(
-                f"the parameter {each.name} of {name}.pattern is annotated with {kind!r}: give float, int, a class of layers, "
-                "or nothing"
+                f"the parameter {each.name} of {name}.pattern is annotated with {kind!r}: give float, int, Tensor, a class of "
+                "layers, or nothing"
             )
-    names = [each.name for each in parameters]
+    names = [*kinds]
     if [*inspect.signature(pass_.replacement).parameters] != names:
         raise PassError(f"replacement of {name} has other parameters than its pattern: {', '.join(names)}")
-    return {each.name: each.annotation for each in parameters}
+    return kinds
 
 
 class _Layer(nn.Module):

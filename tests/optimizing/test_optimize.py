@@ -386,14 +386,16 @@ def test_calls_for_which_there_is_no_graph_are_described_once(monkeypatch):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
 @torch.no_grad()
 def test_precision(precision):
-    model = bert(hidden_size=64, intermediate_size=128)  # smaller layers stay as they are in int8
+    model = bert(hidden_size=64, intermediate_size=128)
     fast = fxopt.optimize(model, (), text(), precision=precision, tune=False)
     assert reasons(fast) == [None]
     value, wanted = fast(**text())[0], model(**text())[0]
     assert value.dtype == torch.float32
     assert torch.allclose(value, wanted, atol=1e-4) == (precision == "float32")
     assert nn.functional.cosine_similarity(value.flatten(), wanted.flatten(), dim=0) > 0.99
-    assert fast.report[0].kernels == {"int8" if precision == "int8" else "onednn": 13}
+    ((kernel, layers),) = fast.report[0].kernels.items()
+    assert layers == 13
+    assert kernel == "onednn" or (precision == "int8" and kernel in ("int8", "int8_weight"))
 
 
 def test_bad_input_in_one_sentence():

@@ -132,7 +132,12 @@ def test_tuning_leaves_alone_what_is_not_faster(monkeypatch):
         (lambda m, x: m.b(m.a(x).transpose(2, 3)), 2),
         (lambda m, x: m.b(F.pad(m.a(x), (1, 0, 1, 0))), 1),
         (lambda m, x: m.b(F.pad(m.a(x), (1, 0, 1, 0), mode="reflect")), 2),
-        (lambda m, x: m.head(F.relu_(m.b(F.hardswish(m.a(x), inplace=True)).mean((2, 3), True)).flatten(1)), 1),
+        (
+            lambda m, x: m.head(
+                F.relu_(m.b(F.hardswish(m.a(x), inplace=True)).mean((2, 3), True)).flatten(1)
+            ),
+            1,
+        ),
         (lambda m, x: F.relu_(m.a(x)).flatten(1), 1),
         (lambda m, x: m.a(x).add_(m.c(x)).flatten(1), 1),
         (lambda m, x: (lambda y: (y.add_(m.a(x)).flatten(1), y.sum()))(m.c(x).sigmoid() * 1), 1),
@@ -168,8 +173,14 @@ def test_a_layer_called_twice_is_refused():
     [
         (lambda m, x: (lambda y: (y.view(2, -1).add_(1), y))(m.a(x)), "may write into the memory"),
         (lambda m, x: (lambda y: (y.sum(), y.relu_()))(m.a(x)), "after that is copied"),
-        (lambda m, x: (lambda y: (y.relu(), y.sum((2, 3)), F.relu_(y.view(2, -1))))(m.a(x)), "may write into"),
-        (lambda m, x: (lambda y: (y, F.dropout(y, training=False)))(m.a(x)), "may share memory that the graph returns"),
+        (
+            lambda m, x: (lambda y: (y.relu(), y.sum((2, 3)), F.relu_(y.view(2, -1))))(m.a(x)),
+            "may write into",
+        ),
+        (
+            lambda m, x: (lambda y: (y, F.dropout(y, training=False)))(m.a(x)),
+            "may share memory that the graph returns",
+        ),
     ],
 )
 def test_writes_across_a_border_are_refused(function, reason):
