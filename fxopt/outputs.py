@@ -118,7 +118,12 @@ def restored(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[dict[
 
 def relative_error(exact: Any, found: Any) -> float:
     """The largest distance of a floating tensor from the exact one, by the norm of that one; infinite where it is unlike it."""
-    return max((_distance(left, right) for left, right in _floating(exact, found)), default=0.0)
+    return max(relative_errors(exact, found), default=0.0)
+
+
+def relative_errors(exact: Any, found: Any) -> list[float]:
+    """The distance of each floating tensor from the exact one, as `relative_error` measures it."""
+    return [_distance(left, right) for left, right in _floating(exact, found)]
 
 
 def unlike(own: Any, found: Any) -> str | None:

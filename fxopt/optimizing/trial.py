@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -50,6 +52,7 @@ class Trial:
         self._model, self._inputs = model, inputs
         self._written = {name: tensor for name, tensor in own.items() if index.memory.writer_of(tensor)}
         self._left: dict[str, Tensor] = {}
+        self._generator = torch.Generator().manual_seed(0)  # of its own: who draws numbers gets the same
         written_input = any(n.op == "placeholder" and index.memory.written(n) for n in index.nodes)
         for node in index.nodes:
             fault = _fault(index, node, written_input)
@@ -85,6 +88,21 @@ class Trial:
         if unlike(self._left, left) or relative_error(self._left, left) > 1e-2:
             raise Unused("its graph leaves other values in the buffers that the model writes into")
         return value
+
+    def moved(self) -> Any:
+        """The outputs of a copy of the model whose weights are moved at random to a neighbouring number of their dtype.
+
+        Source: Parker, Monte Carlo Arithmetic, 1997, section 4: rounding errors that a computation can have.
+        """
+
+        def neighbour(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, nn.Parameter) or tensor.dtype not in (torch.float32, torch.float64):
+                return tensor.detach().clone()
+            draws = torch.rand(tensor.shape, generator=self._generator, device="cpu").to(tensor)
+            return nn.Parameter(tensor.nextafter(torch.where(draws < 0.5, -torch.inf, torch.inf)), False)
+
+        memo = {id(tensor): neighbour(tensor) for _, tensor in tensors_of({"": self._model})}
+        return self._inputs.call(getattr(copy.deepcopy(self._model, memo), self._inputs.method))
 
     def repeatable(self, function: Function, ask: Callable[[], object] = bool) -> Function:
         """A function that puts back what each call writes, and asks something before."""

@@ -1,6 +1,7 @@
 """After a change of the model its graphs follow, or falls back to eager."""
 
 import collections
+import contextlib
 import copy
 import pickle
 import types
@@ -13,7 +14,8 @@ from torch import nn
 import fxopt
 from fxopt.kernels import kernels_for
 from fxopt.optimizing import prepare
-from fxopt.optimizing.trial import Unused
+from fxopt.optimizing.inputs import Inputs
+from fxopt.optimizing.trial import Trial, Unused
 from fxopt.outputs import unlike
 from fxopt.testing import randomise
 from tests.modules import module
@@ -499,7 +501,30 @@ def test_outputs_must_be_alike_before_errors_are_compared(own, found, where):
 def test_what_overflows_in_the_model_is_no_measure():
     exact, own = {"a": torch.ones(4).double()}, {"a": torch.tensor([1, 1, 1, float("inf")])}
     with pytest.raises(Unused, match="less exact than eager's"):
-        prepare._judge(exact, own, {"a": torch.zeros(4)}, "float32", {})
+        prepare._judge(exact, own, {"a": torch.zeros(4)}, "float32", {}, lambda: own)
+
+
+@pytest.mark.parametrize(("spread", "wrong"), [(1e-4, 0.0), (1e-4, 1e-3), (1e-6, 0.0), (0.3, 1e-3)])
+def test_an_output_that_nearly_cancels_is_judged_by_what_rounding_does_to_it(spread, wrong):
+    """Eager happens to be exact; other rounding moves its first output by `spread`, and the graph's by a half of that."""
+    exact = [torch.full((1,), 1e-3).double(), torch.ones(4).double()]
+    own = [each.float() for each in exact]
+    found = [own[0] * (1 + spread / 2), own[1] * (1 + wrong)]
+    runs = iter([own, [own[0] * (1 - spread), own[1]], own, own])
+    with pytest.raises(Unused, match="less exact than eager's") if wrong else contextlib.nullcontext():
+        prepare._judge(exact, own, found, "float32", {}, lambda: next(runs))
+
+
+def test_other_rounding_errors_are_those_of_a_copy():
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)).eval(), torch.randn(3, 16)
+    model[0].weight.data[0, 0] = 0.0
+    state = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        trial = Trial(model, fxopt.trace(model, (x,)), Inputs((x,), {}))
+        own, moved = model(x), [trial.moved() for _ in range(3)]
+    assert all(0 < (each - own).abs().max() < 1e-5 for each in moved)
+    assert not torch.equal(moved[0], moved[1])
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.filterwarnings("ignore:.*falls back to eager")
