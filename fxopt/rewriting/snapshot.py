@@ -69,9 +69,9 @@ class _Module(NamedTuple):
     @classmethod
     def of(cls, path: str, module: nn.Module) -> _Module:
         attributes = dict(vars(module))
-        # Those of scripted modules are no dicts, but views of C++ objects.
+        # Those of scripted modules are no dicts, but views of C++ objects. Most are empty, and many copies are slow to collect.
         kept = ((name, attributes.get(name)) for name in _KEPT)
-        contents = {name: each.copy() for name, each in kept if isinstance(each, dict | set)}
+        contents = {name: each.copy() for name, each in kept if each and isinstance(each, dict | set)}
         return cls(path, module, attributes, contents)
 
     def held(self) -> Iterator[tuple[str, Any]]:
@@ -87,17 +87,17 @@ class _Module(NamedTuple):
 
     def changed(self) -> Iterator[str]:
         """The qualified names of the modules, parameters and buffers that are not what they were."""
-        for table in self.contents.keys() & _TABLES:
-            now, before = vars(self.module)[table], self.contents[table]
-            if not _same(now, before):
+        for table in _TABLES:
+            now, before = vars(self.module).get(table), self.contents.get(table, {})
+            if isinstance(now, dict) and not _same(now, before):
                 names = (name for name in before | now if now.get(name) is not before.get(name))
                 yield from (self.place(name) for name in names if name != RECORD)
 
     def other_change(self) -> str | None:
         """A change of hooks or options, in words."""
         now = vars(self.module)
-        for name in self.contents:
-            if name.endswith("_hooks") and now[name] != self.contents[name]:
+        for name in _KEPT:
+            if name.endswith("_hooks") and (now.get(name) or {}) != self.contents.get(name, {}):
                 return f"the hooks of {self.path or 'the graph module'} ({name.strip('_')})"
         before = self.attributes
         for name in [] if _same(now, before) else now | before:
@@ -110,9 +110,10 @@ class _Module(NamedTuple):
         for name in [name for name in now if name[0] != "_" and name not in self.attributes]:
             del now[name]
         now.update({name: value for name, value in self.attributes.items() if name[0] != "_"})
-        for name, each in self.contents.items():
-            now[name].clear()
-            now[name].update(each)
+        for name in _KEPT:
+            if isinstance(each := now.get(name), dict | set):
+                each.clear()
+                each.update(self.contents.get(name, {}))
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
