@@ -111,7 +111,7 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
     if branches:
         quiet = all(written_by(n, _called(b, n)) == () for b in branches for n in b.graph.nodes)
         return () if quiet else tuple(node.all_input_nodes)
-    if not operators.is_torch_function(target):
+    if not (operators.is_torch_function(target) or operators.name_of(node)):
         return None if node.is_impure() else tuple(node.all_input_nodes)
     if graph.argument(node, "max_norm") is not None:
         return tuple(node.all_input_nodes)  # an embedding normalises its weight in place

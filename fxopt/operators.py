@@ -67,7 +67,7 @@ _ROWS: dict[str, Fact] = {
     "any all argmax argmin argsort count_nonzero": Fact.NEW,
     "arange zeros ones full linspace eye tril_indices triu_indices scalar_tensor": Fact.NEW,
     "sort topk median mode kthvalue cummax cummin aminmax": Fact.NEW | Fact.SEVERAL,
-    "reshape reshape_as flatten contiguous": _VIEW | Fact.COPIES | Fact.RESHAPES,
+    "reshape reshape_as flatten contiguous channels_last": _VIEW | Fact.COPIES | Fact.RESHAPES,
     "ravel": _VIEW | Fact.COPIES,
     "unflatten squeeze unsqueeze": _VIEW | Fact.RESHAPES,
     "transpose t T mT H mH swapaxes swapdims permute "

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
-from fxopt.operators import Fact, facts_of, name_of
+from fxopt.operators import Fact, facts_of, hooks_of, name_of
 
-_POOLS = ("max_pool2d", "maxpool2d", "avg_pool2d", "avgpool2d", "adaptive_avg_pool2d", "adaptiveavgpool2d")
+_KEEPING = {
+    *("max_pool2d", "maxpool2d", "avg_pool2d", "avgpool2d", "adaptive_avg_pool2d", "adaptiveavgpool2d"),
+    *("group_norm", "groupnorm", "interpolate", "upsample", "upsamplingnearest2d", "zeropad2d"),
+}
+"""Operators, and layers in lower case, whose value has the layout of their input."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +27,7 @@ class Region:
     Attributes:
         convs: the calls of the convolutions, in graph order.
         nodes: these, and all nodes whose values are in channels_last when those of the convolutions are.
-        borders: each value that others use, with these users: they get it in the default layout.
+        borders: each value that others use, with these users: they get it in the layout that it has in the graph.
     """
 
     convs: tuple[Node, ...]
@@ -68,20 +73,44 @@ def region_obstacle(index: GraphIndex, region: Region) -> str | None:
                 "torch.fx.passes.fake_tensor_prop.FakeTensorProp on the graph module, with "
                 "FakeTensorMode(allow_non_fake_inputs=True)"
             )
+    roots = _roots(index, region)
     for node, users in region.borders:
-        if not graph.value_of(node).is_contiguous():
-            return f"{node.name} is not in torch's default layout, in which what follows would get it"
-        # The users get a copy, so that a later write would reach one of the two alone. An earlier one is in both.
-        first = min(map(index.position.__getitem__, users))
-        late = [writer for writer in index.memory.writers(node) if index.position[writer] >= first]
-        if late:
-            return f"{late[0].name} may write into the memory of {node.name} after that is copied to the default layout"
-        twins = [
-            other for other, _ in region.borders if other is not node and index.memory.may_alias(other, node)
-        ]
+        value = graph.value_of(node)
+        if not (value.is_contiguous() or value.is_contiguous(memory_format=torch.channels_last)):
+            return f"{node.name} is neither in torch's default layout nor in channels_last: what follows would get it so"
+        twins = [other for other, _ in region.borders if other is not node and roots[node] & roots[other]]
         if twins and index.memory.is_returned(node):
             return f"{node.name} and {twins[0].name} may share memory that the graph returns"
+        first = min(map(index.position.__getitem__, users))
+        for writer in index.memory.writers(node):
+            if index.position[writer] >= first and _is_seen_on_the_other_side(index, region, node, writer):
+                return f"{writer.name} may write into the memory of {node.name} after that is copied"
     return None
+
+
+def _roots(index: GraphIndex, region: Region) -> dict[Node, set[Node]]:
+    """For each node of a region, the nodes in it that have made the memory of its value."""
+    found: dict[Node, set[Node]] = {}
+    for node in region.nodes:
+        inside = [found[value] for value in node.all_input_nodes if value in found]
+        found[node] = {node}.union(*(() if index.memory.gives_new_memory(node) else inside))
+    return found
+
+
+def _is_seen_on_the_other_side(index: GraphIndex, region: Region, value: Node, writer: Node) -> bool:
+    """Tell whether a later node reads the memory of a value, where `writer` writes into its copy, or the other way round."""
+    position = index.position
+    first = {node: min(map(position.__getitem__, users)) for node, users in region.borders}
+    inside = {*region.nodes}
+    for alias in index.memory.aliases(value):
+        if alias not in inside and position[alias] < first[value]:
+            return True  # it was there before the copy
+        for user in alias.users:
+            if position[user] > position[writer]:
+                is_copied = user not in inside and first.get(alias, 0) <= position[writer]
+                if is_copied != (writer not in inside):
+                    return True
+    return False
 
 
 def _keeps_layout(index: GraphIndex, node: Node) -> bool:
@@ -91,6 +120,8 @@ def _keeps_layout(index: GraphIndex, node: Node) -> bool:
         return False
     module = index.module(node) if node.op == "call_module" else None
     name = name_of(node) if module is None else type(module).__name__.lower()
+    if name == "zeropad2d":
+        return not bool(module) and not hooks_of(module)
     facts = facts_of(node, module)
     if not facts:
         return False  # not an operator of torch's own, or one with hooks
@@ -100,7 +131,9 @@ def _keeps_layout(index: GraphIndex, node: Node) -> bool:
         return index.memory.is_pure(node)
     if name == "pad":  # by views and copies in other modes
         return graph.argument(node, "mode") in (None, "constant")
-    if name in _POOLS:
+    if name in _KEEPING:
         return True
+    if name in ("mean", "amax", "amin", "sum"):
+        return bool(graph.argument(node, "keepdim"))
     inputs = map(graph.value_of, node.all_input_nodes)
     return Fact.ELEMENTWISE in facts and all(isinstance(each, Tensor) for each in inputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
@@ -33,8 +34,8 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
     """Gives `torch.nn.Conv2d` layers on the CPU oneDNN's kernel with packed weights, which works in channels_last.
 
     Convolutions that only layout-keeping operators (activations, additions, pooling, normalization) stand between
-    stay in channels_last from the first to the last; what leaves such a region is brought back to torch's default
-    layout, so that views, and what the graph returns, are as before. With `tune=True`, each distinct shape is timed
+    stay in channels_last from the first to the last; what leaves such a region is brought back to the layout that it had
+    before, so that views, and what the graph returns, are as before. With `tune=True`, each distinct shape is timed
     once, and a region is rewritten where its layers are faster together, the copies at its borders counted. A packed
     layer holds its weight twice; see `PackLinears` for what it follows and where it computes as before.
 
@@ -99,7 +100,7 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
             made.append(
                 rewriter.create(
                     "call_function",
-                    contiguous,
+                    contiguous if graph.value_of(value).is_contiguous() else channels_last,
                     (value,),
                     before=first,
                     val=graph.like(graph.value_of(value)),
@@ -127,11 +128,23 @@ def contiguous(value: Tensor) -> Tensor:
     return value if value.stride() == strides else value.as_strided(value.shape, strides)
 
 
+def channels_last(value: Tensor) -> Tensor:
+    """A tensor of four dimensions in channels_last.
+
+    Example:
+        >>> import torch
+        >>> channels_last(torch.zeros(2, 3, 4, 4)).stride()
+        (48, 1, 12, 3)
+    """
+    return value.contiguous(memory_format=torch.channels_last)
+
+
 def _slower(region: Region, seconds: dict[Node, tuple[float, float]]) -> str | None:
     """Why a region is not faster with packed layers, by the times of its layers and of the copies at its borders."""
     plain = sum(seconds[node][0] for node in region.convs)
     packed = sum(seconds[node][1] for node in region.convs)
-    packed += sum(copying(graph.shape_of(value) or ()) for value, _ in region.borders)
+    copied = [value for value, _ in region.borders if graph.value_of(value).is_contiguous()]
+    packed += sum(copying(graph.shape_of(value) or ()) for value in copied)
     if packed <= MARGIN * plain:
         return None
     return (
