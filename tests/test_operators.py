@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fxopt import operators
 from fxopt.operators import _ROWS, TABLE, Fact, facts_of, is_write_name
 from fxopt.passes.change_precision import saturate
+from fxopt.passes.pack_convs import channels_last
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -88,6 +89,7 @@ def arguments(dtype: torch.dtype) -> list[tuple[Any, ...]]:
         *((x, mean, var, None, None, True), (x, mean, var), (line, mean, var), (line, mean, var, None, None)),
         *((x, None, None, mean, var, True, 0.1, 1e-5), (x, None, None, mean, var, True, 0.1, 1e-5, False)),
         (line, None, None, mean, var, True, 0.1, 1e-5, False),
+        (image.to(memory_format=torch.channels_last),),
         (*heads, False, 0.5, floats(4, 4), floats(4)),
         *(((3, 4), 1.0), (0.0, 1.0, 4), (3, 4)),
         *(((3, 4),), (5,), (0, 9, (3,)), (image, 0.5, True), (line, 0.5, True), (volume, 0.5, True)),
@@ -113,8 +115,8 @@ Sample = tuple[Callable[..., Any], str, int]
 def spellings(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The functions that this name stands for; one that writes only where there is no other."""
     homes = [home for home in (torch, F, Tensor, operator, torch._C._nn) if hasattr(home, name)]
-    if name == "saturate":
-        yield name, saturate
+    if name in ("saturate", "channels_last"):
+        yield name, {"saturate": saturate, "channels_last": channels_last}[name]
     elif keyword.iskeyword(name):
         yield f"{name}_", getattr(operator, f"{name}_")
     elif not callable(getattr(Tensor, name, len)):  # a property, as `T` and `shape`

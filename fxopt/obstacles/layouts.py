@@ -121,7 +121,7 @@ def _keeps_layout(index: GraphIndex, node: Node) -> bool:
     module = index.module(node) if node.op == "call_module" else None
     name = name_of(node) if module is None else type(module).__name__.lower()
     if name == "zeropad2d":
-        return not bool(module) and not hooks_of(module)
+        return module is not None and not hooks_of(module)
     facts = facts_of(node, module)
     if not facts:
         return False  # not an operator of torch's own, or one with hooks

@@ -44,6 +44,7 @@ _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_NUMBERS = 4  # how many values of one number may have a graph
 _RESTLESS = 4  # after as many changes of the model, a graph is made for what holds for two calls
 
+_CHANGED = "the model was changed while its graph was made"
 _OURS = re.compile(r"(fxopt|torch)\b")
 _ALL = weakref.WeakSet["Graphs"]()
 
@@ -199,7 +200,7 @@ class Graphs:
         yield from made
 
     def _make(
-        self, book: _Book, inputs: Inputs, named: dict[str, Any], key: Any, shapes: Shapes
+        self, book: _Book, inputs: Inputs, named: dict[str, Any], key: Any, shapes: Shapes, again: bool = True
     ) -> _Graph | None:
         """Make a graph for inputs that no graph fits; None where the model itself is to run. The lock is held."""
         if self._varies(book, inputs, named) or (
@@ -219,6 +220,8 @@ class Graphs:
         dynamic = self.dynamic if inputs.method == "forward" else None
         lowered, report = prepare(self._model, inputs, dynamic, free, self.options, book.state.holds)
         disagreement = self._disagreement(book, report)
+        if again and disagreement == _CHANGED:  # by its first run, perhaps: models of transformers add hooks then
+            return self._make(self._opened(), inputs, named, key, shapes, again=False)
         reason = report.reason or disagreement
         if lowered is None or reason:
             book.refused.append(dataclasses.replace(report, reason=reason))
@@ -260,7 +263,7 @@ class Graphs:
         others = sorted(name for _, name in book.assigned ^ {*report.assigned})
         if others:
             return f"the forward assigns {', '.join(others)} for some inputs and not for others"
-        return "" if book.state.holds() else "the model was changed while its graph was made"
+        return "" if book.state.holds() else _CHANGED
 
     def _drop_unused(self) -> None:
         """Drop the graphs that were not called for longest, where there are too many."""

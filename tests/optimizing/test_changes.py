@@ -504,7 +504,9 @@ def test_what_overflows_in_the_model_is_no_measure():
         prepare._judge(exact, own, {"a": torch.zeros(4)}, "float32", {}, lambda: own)
 
 
-@pytest.mark.parametrize(("spread", "wrong"), [(1e-4, 0.0), (1e-4, 1e-3), (1e-6, 0.0), (0.3, 1e-3)])
+@pytest.mark.parametrize(
+    ("spread", "wrong"), [(1e-4, 0.0), (1e-4, 1e-3), (1e-6, 0.0), (0.3, 0.0), (0.3, 1e-3)]
+)
 def test_an_output_that_nearly_cancels_is_judged_by_what_rounding_does_to_it(spread, wrong):
     """Eager happens to be exact; other rounding moves its first output by `spread`, and the graph's by a half of that."""
     exact = [torch.full((1,), 1e-3).double(), torch.ones(4).double()]

@@ -470,3 +470,23 @@ def test_the_capture_of_an_optimized_model_is_that_of_the_model():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert fxopt.trace(fast, (), text()).code == fxopt.trace(model, (), text()).code
+
+
+@torch.no_grad()
+def test_a_forward_that_adds_hooks_in_its_first_run_gets_a_graph_at_once():
+    """As models of transformers do that return the hidden states of their layers."""
+
+    class Hooked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+        def forward(self, x):
+            if not self.layers._forward_hooks:
+                self.layers.register_forward_hook(lambda *args: None)
+            return self.layers(x)
+
+    model, x = Hooked().eval(), torch.randn(2, 4)
+    fast = fxopt.optimize(model, (x,), tune=False)
+    assert reasons(fast) == [None]
+    assert torch.allclose(fast(x), model(x), atol=1e-6)

@@ -177,11 +177,23 @@ def test_a_layer_called_twice_is_refused():
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (lambda m, x: (lambda y: (y.view(2, -1).add_(1), m.b(y)))(m.a(x)), "add_ may write into the memory of a after"),
+        (
+            lambda m, x: (lambda y: (y.view(2, -1).add_(1), m.b(y)))(m.a(x)),
+            "add_ may write into the memory of a after",
+        ),
         (lambda m, x: (lambda y: (y.view(2, -1), F.relu_(y).sum()))(m.a(x)), "may share memory"),
-        (lambda m, x: (lambda y: (lambda v, w: v.sum() + w.sum())(y.view(2, -1), F.relu_(y)))(m.a(x)), "relu_ may write"),
-        (lambda m, x: (lambda z: (z.add_(m.a(x)).view(2, -1).mul_(2), z.sum()))(x.repeat(1, 2, 1, 1)), "mul_ may write"),
-        (lambda m, x: (lambda y: (y, F.dropout(y, training=False)))(m.a(x)), "may share memory that the graph returns"),
+        (
+            lambda m, x: (lambda y: (lambda v, w: v.sum() + w.sum())(y.view(2, -1), F.relu_(y)))(m.a(x)),
+            "relu_ may write",
+        ),
+        (
+            lambda m, x: (lambda z: (z.add_(m.a(x)).view(2, -1).mul_(2), z.sum()))(x.repeat(1, 2, 1, 1)),
+            "mul_ may write",
+        ),
+        (
+            lambda m, x: (lambda y: (y, F.dropout(y, training=False)))(m.a(x)),
+            "may share memory that the graph returns",
+        ),
     ],
 )
 def test_writes_across_a_border_are_refused(function, reason):

@@ -46,9 +46,10 @@ class Entry:
             if self.library == "transformers":
                 found: Any = resolve_name(self.said["make"])
                 given = {key: _made(v) if isinstance(v, dict) else v for key, v in options.items()}
-                return found._from_config(found.config_class(**given), dtype=torch.float32).eval()  # type: ignore[no-any-return]
-            made = _made({"make": self.said["make"], "args": self.said.get("args", ()), **options})
-            return randomise(made.float(), 0).eval()
+                made: Any = found._from_config(found.config_class(**given), dtype=torch.float32)
+            else:
+                made = _made({"make": self.said["make"], "args": self.said.get("args", ()), **options})
+            return randomise(made.float(), 0).eval()  # with first statistics, values vanish in deep nets
 
     def inputs(self, model: nn.Module, batch: int) -> dict[str, Any]:
         """Inputs of the forward by the names of its parameters, floating ones in the dtype of the model."""
