@@ -9,24 +9,21 @@ import argparse
 import importlib
 import importlib.metadata
 import io
-import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch.fx import GraphModule
 
-import fxopt.passes
-from fxopt import graph
 from fxopt.capture.runtime.guard_listing import guards
 from fxopt.doctor import examine
 from fxopt.drawing import draw
 from fxopt.errors import FxoptError, TraceError
 from fxopt.importing import in_a_line
 from fxopt.named_model import UsageError, captured
-from fxopt.rewriting.explanation import Explanation
+from fxopt.passes import ready
 from fxopt.saving.folder import save
 
 # What the wheel calls the harness, and what the repository does.
@@ -60,13 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if arguments and arguments[0] in OF_THE_HARNESS:
             return int(_harness().run(arguments))
-        parser = _parser()
-        if not arguments:
-            parser.print_help(sys.stderr)
-            return 2
-        if arguments[0] not in OWN and not arguments[0].startswith("-"):
-            raise UsageError(f"no command {arguments[0]!r}; there are {', '.join([*OWN, *OF_THE_HARNESS])}")
-        options = parser.parse_args(arguments)
+        options = _parser().parse_args(arguments)
         status = int(options.run(options))
         if sys.stdout is not None:  # it was closed
             sys.stdout.flush()
@@ -103,55 +94,39 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    epilog = (
-        "Of the harness, each with --help of its own:\n"
-        + "".join(f"  {name:<9} {text}\n" for name, text in OF_THE_HARNESS.items())
-        + "\nExit status:\n"
-        + "".join(f"  {status:<9} {text}\n" for status, text in STATUSES.items())
-    )
     parser = _Parser(
         "fxopt",
         description="Capture models as torch.fx graphs, rewrite them, and validate that.",
-        epilog=epilog,
+        epilog="exit status:\n" + "".join(f"  {status:<9} {text}\n" for status, text in STATUSES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=importlib.metadata.version("fxopt"))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, (run, text) in OWN.items():
-        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+
+    def add(run: Callable[[argparse.Namespace], int], text: str) -> Callable[..., argparse.Action]:
+        command = commands.add_parser(run.__name__.strip("_"), help=text, description=f"{text}.")
         command.set_defaults(run=run)
-        command.add_argument("--json", action="store_true", help="print data for programs")
-        if name in ("trace", "explain"):
-            _add_model(command)
-        if name in ("explain", "passes"):
-            command.add_argument(
-                "--pass",
-                dest="passes",
-                action="append",
-                default=[],
-                metavar="PASS",
-                help="only this, repeatable: a name, or mypackage.passes.MyPass",
-            )
-        if name == "trace":
-            command.add_argument("--save", metavar="FOLDER", help="save it for `fxopt.load`")
-            command.add_argument("--draw", metavar="FILE", help="draw it: .svg (needs Graphviz) or .dot")
+        return command.add_argument
+
+    named = "package.module:factory of a model, or of a model and its inputs"
+    shapes = "an input of the forward, such as x=1,3,224,224 or ids=2,16:int64; repeatable"
+    only = "only this, repeatable: a name, or mypackage.passes.MyPass"
+    for option in (
+        trace := add(_trace, "capture a model and print its graph"),
+        explain := add(_explain, "list what the passes would rewrite in a model, and what not, and why"),
+    ):
+        option("model", metavar="MODEL", help=named)
+        option("--zoo", metavar="FILE", help="MODEL is an entry of this zoo file")
+        option("--input", dest="inputs", action="append", default=[], metavar="NAME=SHAPE", help=shapes)
+        option("--specialize", action="store_true", help="decide branches on values by the inputs")
+    trace("--save", metavar="FOLDER", help="save it for `fxopt.load`")
+    trace("--draw", metavar="FILE", help="draw it: .svg (needs Graphviz) or .dot")
+    for option in (explain, add(_passes, "list the passes, also those that other packages and you add")):
+        option("--pass", dest="passes", action="append", default=[], metavar="PASS", help=only)
+    add(_doctor, "say what is installed, and whether fxopt works here")
+    for name, text in OF_THE_HARNESS.items():
+        commands.add_parser(name, help=text)
     return parser
-
-
-def _add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "model", metavar="MODEL", help="package.module:factory of a model, or of a model and its inputs"
-    )
-    command.add_argument("--zoo", metavar="FILE", help="MODEL is an entry of this zoo file")
-    command.add_argument(
-        "--input",
-        dest="inputs",
-        action="append",
-        default=[],
-        metavar="NAME=SHAPE",
-        help="an input of the forward, such as x=1,3,224,224 or ids=2,16:int64; repeatable",
-    )
-    command.add_argument("--specialize", action="store_true", help="decide branches on values by the inputs")
 
 
 def _captured(options: argparse.Namespace) -> GraphModule:
@@ -170,25 +145,8 @@ def _trace(options: argparse.Namespace) -> int:
     if options.save:
         save(traced, options.save)
     if options.draw:
-        text = draw(traced, format="dot" if options.draw.endswith(".dot") else "svg")
-        Path(options.draw).write_text(text, encoding="utf-8")
+        Path(options.draw).write_text(draw(traced, format=options.draw[-3:]), encoding="utf-8")
     limits = guards(traced)
-    if options.json:
-        listed = [vars(guard) for guard in limits]
-        nodes = [
-            {
-                "name": node.name,
-                "op": node.op,
-                "target": graph.function_name(node) if node.op == "call_function" else str(node.target),
-                "inputs": [each.name for each in node.all_input_nodes],
-                "module": graph.module_path(node),
-                "source": graph.source_line(node),
-                "shape": [str(size) for size in getattr(node.meta.get("val"), "shape", ())],
-            }
-            for node in traced.graph.nodes
-        ]
-        _print_json({"model": options.model, "guards": listed, "nodes": nodes})
-        return 0
     print(f"{options.model}: {len(traced.graph.nodes)} nodes")
     print(f"{len(limits)} guards on the inputs" + "".join(f"\n  {guard}" for guard in limits))
     print(traced.code.strip())
@@ -198,73 +156,45 @@ def _trace(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     passes = _chosen(options.passes)
     traced = _captured(options)
-    explanations: list[Explanation] = []
-    for pass_ in passes.values():
-        if (explain := getattr(pass_, "explain", None)) is not None:
-            try:
-                explanations.append(explain(traced))
-            except FxoptError:
-                raise
-            except Exception as error:
-                raise UsageError(f"{pass_!r} raises {in_a_line(error)}") from error
-    if options.json:
-        rows = [{"pass": each.name, **row._asdict()} for each in explanations for row in each.rows]
-        _print_json(rows)
-        return 0
-    for each in explanations:
-        if each.rows:
-            print(each)
-    nothing = [each.name for each in explanations if not each.rows]
-    silent = [name for name, pass_ in passes.items() if not hasattr(pass_, "explain")]
-    for text, names in (("nothing to rewrite", nothing), ("explains nothing", silent)):
-        if names:
-            print(f"{text}: {', '.join(names)}")
+    idle: list[str] = []
+    for name, pass_ in passes.items():
+        try:
+            explanation = pass_.explain(traced) if hasattr(pass_, "explain") else None
+        except FxoptError:
+            raise
+        except Exception as error:
+            raise UsageError(f"{pass_!r} raises {in_a_line(error)}") from error
+        if explanation and explanation.rows:
+            print(explanation)
+        else:
+            idle.append(name if explanation else f"{name} (it cannot tell)")
+    if idle:
+        print(f"nothing to rewrite: {', '.join(idle)}")
     return 0
 
 
 def _passes(options: argparse.Namespace) -> int:
-    rows: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "keeps_outputs": pass_.preserves_computation,
-            "reversible": pass_.reversible,
-            "module": type(pass_).__module__,
-            "summary": " ".join((type(pass_).__doc__ or "").split("\n\n")[0].split()),
-        }
-        for name, pass_ in _chosen(options.passes).items()
-    ]
-    if options.json:
-        _print_json(rows)
-        return 0
-    for row in rows:
-        facts = {
-            "keeps the outputs": row["keeps_outputs"],
-            "can be undone": row["reversible"],
-            row["module"]: True,
-        }
-        print(
-            f"{row['name']} ({', '.join(name for name, is_so in facts.items() if is_so)})\n  {row['summary']}"
-        )
+    for name, pass_ in _chosen(options.passes).items():
+        facts = ["keeps the outputs"] * pass_.preserves_computation + ["can be undone"] * pass_.reversible
+        summary = " ".join((type(pass_).__doc__ or "").split("\n\n")[0].split())
+        print(f"{name} ({', '.join([*facts, type(pass_).__module__])})\n  {summary}")
     return 0
 
 
 def _chosen(names: Sequence[str]) -> dict[str, Any]:
     """The passes of these names and paths, or all where there are none."""
-    ready = fxopt.passes.ready(name for name in names if "." in name)
-    wanted = [name.rpartition(".")[2] for name in names] or [*ready]
-    if unknown := [name for name in wanted if name not in ready]:
-        raise UsageError(f"--pass {unknown[0]}: no such pass; there are {', '.join(ready)}")
-    return {name: ready[name] for name in wanted}
+    found = ready(name for name in names if "." in name)
+    wanted = [name.rpartition(".")[2] for name in names] or [*found]
+    if unknown := [name for name in wanted if name not in found]:
+        raise UsageError(f"--pass {unknown[0]}: no such pass; there are {', '.join(found)}")
+    return {name: found[name] for name in wanted}
 
 
 def _doctor(options: argparse.Namespace) -> int:
     facts, problems = examine(_try_harness)
-    if options.json:
-        _print_json({"facts": facts, "problems": problems})
-    else:
-        for name, fact in facts.items():
-            print(f"{name:<22} {fact}")
-        print(f"does not work: {', '.join(problems)}" if problems else "all works")
+    for name, fact in facts.items():
+        print(f"{name:<22} {fact}")
+    print(f"does not work: {', '.join(problems)}" if problems else "all works")
     return 1 if problems else 0
 
 
@@ -281,15 +211,3 @@ def _harness() -> Any:
         return importlib.import_module(f"{HARNESS}.commands.cli")
     except ModuleNotFoundError as error:
         raise UsageError(f"{LACKING} ({error})") from error
-
-
-OWN = {
-    "trace": (_trace, "capture a model and print its graph"),
-    "explain": (_explain, "list what the passes would rewrite in a model, and what not, and why"),
-    "passes": (_passes, "list the passes, also those that other packages and you add"),
-    "doctor": (_doctor, "say what is installed, and whether fxopt works here"),
-}
-
-
-def _print_json(data: object) -> None:
-    print(json.dumps(data, indent=1))

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+import json
+import os.path
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
+from html import escape
 
 import torch
 from torch.fx import GraphModule, Node
 
-from fxopt.drawn_text import (
-    class_name,
-    colours,
-    html_label,
-    is_scalar,
-    layer_options,
-    may_hold_tensor,
-    operation,
-    quoted,
-    shape,
-    short,
-    tooltip,
-)
 from fxopt.errors import FxoptError
+from fxopt.graph import source_line
 from fxopt.rewriting.record import MARKS, find_record
 
 _STYLE = """\
@@ -34,6 +26,13 @@ _STYLE = """\
   edge [fontname="Helvetica,Arial,sans-serif" fontsize=9 fontcolor="#64748b" color="#475569" arrowsize=0.6]
 """
 _LEVELS = ("#f8fafc", "#eef2f7")
+_COLLAPSED, _WEIGHTS, _LAYER = "#ddd6fe", "#bfdbfe", "#fed7aa"
+_OTHERS = {"placeholder": "#cbd5e1", "output": "#cbd5e1", "get_attr": "#f1f5f9"}
+_LONGEST = 36
+# Values that are no tensors, and hold none; they are not drawn.
+_PLAIN = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.device, torch.dtype, torch.Size)
+_WRITTEN = (int, float, str, torch.dtype)
+_Stack = tuple[tuple[str, str], ...]
 
 
 def draw(graph_module: GraphModule, *, depth: int | None = None, format: str = "svg") -> str:
@@ -67,7 +66,10 @@ def draw(graph_module: GraphModule, *, depth: int | None = None, format: str = "
     if depth is not None and depth < 0:
         raise ValueError(f"depth is {depth}; it must not be negative")
     find_record(graph_module)
-    source = _Drawing(graph_module, depth).source()
+    lines, boxes = _boxes(graph_module, depth)
+    name = _quoted(type(graph_module).__name__)
+    body = "".join(f"  {line}\n" for line in (*lines, *_arrows(boxes)))
+    source = f"digraph {name} {{\n{_STYLE}{body}}}\n"
     return source if format == "dot" else _rendered(source)
 
 
@@ -84,151 +86,100 @@ def _rendered(source: str) -> str:
     return run.stdout.decode()
 
 
-@dataclasses.dataclass
-class _Frame:
-    """One call of a module: its path and class, and what it did, in order."""
+def _boxes(graph_module: GraphModule, depth: int | None) -> tuple[list[str], dict[Node, str]]:
+    """The lines of frames and boxes, and the box of each node that is drawn: what a call of a module does stands together."""
+    lines, boxes = list[str](), dict[Node, str]()
+    opened: _Stack = ()
+    drawn = [node for node in graph_module.graph.nodes if not _is_left_out(node)]
+    for stack, group in itertools.groupby(drawn, key=lambda n: _stack(n, depth)):
+        nodes, frames = list(group), stack[:depth]
+        shared = len(os.path.commonprefix([opened, frames]))  # noqa: RUF071 - of pairs, not of paths
+        lines += "}" * (len(opened) - shared)
+        for level in range(shared, len(frames)):
+            title, color = _title(stack, level), _LEVELS[level % len(_LEVELS)]
+            lines.append(f'subgraph "cluster_{len(lines)}" {{ label={title} fillcolor="{color}"')
+        opened = frames
+        for part in [nodes] if stack != frames else ([node] for node in nodes):
+            name, (label, tooltip, color) = part[0].name, _appearance(part[0], graph_module)
+            if stack != frames:
+                tooltip = f"{stack[-1][0]}: {len(nodes)} nodes"
+                name, label, color = f"{stack[-1][0]} {name}", _title(stack, len(frames)), _COLLAPSED
+            boxes |= dict.fromkeys(part, name)
+            border = ' color="#dc2626" penwidth=2.5' if any(MARKS in node.meta for node in part) else ""
+            facts = f'label={label} tooltip={_quoted(tooltip)} fillcolor="{color}"{border}'
+            lines.append(f"{_quoted(name)} [{facts}]")
+    return [*lines, *"}" * len(opened)], boxes
 
-    path: str
-    kind: str
-    items: list[Node | _Frame] = dataclasses.field(default_factory=list)
 
-    def nodes(self) -> Iterator[Node]:
-        for item in self.items:
-            if isinstance(item, _Frame):
-                yield from item.nodes()
-            else:
-                yield item
+def _is_left_out(node: Node) -> bool:
+    """Tell whether a node only checks inputs, or computes a number, a size or a device."""
+    if "val" in node.meta:
+        checks = node.op == "call_module" and not node.users and node.is_impure()
+        return checks or isinstance(node.meta["val"], _PLAIN)
+    return node.target is getattr or node.target == "size"
 
 
-class _Drawing:
-    """The Graphviz source of one graph."""
+def _stack(node: Node, depth: int | None) -> _Stack:
+    """The modules that a node stands in, outermost first, but for the root, the layer that it calls, and what is too deep."""
+    entries = (node.meta.get("nn_module_stack") or {}).values()
+    called = node.target if node.op == "call_module" else ""
+    named = ((path, str(getattr(kind, "__qualname__", kind))) for path, kind in entries)
+    stack = tuple((path, name.rpartition(".")[2]) for path, name in named if path not in ("", called))
+    return stack if depth is None else stack[: depth + 1]
 
-    def __init__(self, graph_module: GraphModule, depth: int | None) -> None:
-        self._graph_module = graph_module
-        self._modules = dict(graph_module.named_modules())
-        self._depth = depth
-        # Node -> the name of the box that stands for it.
-        self._boxes: dict[Node, str] = {}
-        self._lines: list[str] = []
 
-    def source(self) -> str:
-        self._write_items(self._root(), 0)
-        self._write_edges()
-        name = quoted(self._graph_module.__class__.__name__)
-        return "\n".join([f"digraph {name} {{", _STYLE, *self._lines, "}"]) + "\n"
+def _arrows(boxes: Mapping[Node, str]) -> Iterable[str]:
+    drawn: dict[str, None] = {}
+    for node, box in boxes.items():
+        for value in node.all_input_nodes:
+            source = boxes.get(value, box)
+            label = "" if value.op in ("placeholder", "get_attr") else _shape(value)
+            if source != box:
+                attributes = f" [label={_quoted(' ' + label)}]" if label else ""
+                drawn[f"{_quoted(source)} -> {_quoted(box)}{attributes}"] = None
+    return drawn
 
-    def _root(self) -> _Frame:
-        """The graph as calls inside calls: what a call does stands together in a graph."""
-        root = _Frame("", "")
-        opened = [root]
-        for node in self._graph_module.graph.nodes:
-            if self._is_check(node) or not may_hold_tensor(node):
-                continue
-            stack = self._stack(node)
-            shared = 1
-            while shared < min(len(opened), len(stack) + 1) and opened[shared].path == stack[shared - 1][0]:
-                shared += 1
-            del opened[shared:]
-            for path, kind in stack[shared - 1 :]:
-                frame = _Frame(path, kind)
-                opened[-1].items.append(frame)
-                opened.append(frame)
-            opened[-1].items.append(node)
-        return root
 
-    def _stack(self, node: Node) -> list[tuple[str, str]]:
-        """The modules that a node stands in, outermost first, without the root and the layer that it calls."""
-        entries = (node.meta.get("nn_module_stack") or {}).values()
-        named = [(path, class_name(kind)) for path, kind in entries if path]
-        return [entry for entry in named if node.op != "call_module" or entry[0] != node.target]
+def _appearance(node: Node, graph_module: GraphModule) -> tuple[str, str, str]:
+    """The label, the tooltip and the color of a node."""
+    rewritten = [f"rewritten by {mark}" for mark in node.meta.get(MARKS, ())]
+    tooltip = "\n".join([str(node.format_node() or node.name), source_line(node), *rewritten])
+    name = str(node.target).rpartition(".")[2]
+    if node.op == "call_module":
+        module = graph_module.get_submodule(str(node.target))
+        options = re.sub(r"in_features=(\d+), out_features=(\d+), bias=\w+", r"\1 → \2", module.extra_repr())
+        color = _WEIGHTS if any(True for _ in module.parameters()) else _LAYER
+        return _html(type(module).__name__, name, options), tooltip, color
+    if node.op in _OTHERS:
+        return _html(name, _shape(node)), tooltip, _OTHERS[node.op]
+    given = [("", value) for value in node.args] + [(f"{key}=", value) for key, value in node.kwargs.items()]
+    written = ", ".join(f"{key}{value}" for key, value in given if isinstance(value, _WRITTEN))
+    return _html(str(getattr(node.target, "__name__", node.target)), written), tooltip, "#ffffff"
 
-    def _is_check(self, node: Node) -> bool:
-        """Tell whether a node only checks, and computes nothing: the guards on the inputs."""
-        unused = node.op == "call_module" and not node.users
-        return unused and getattr(self._module(node), "_is_impure", False)
 
-    def _module(self, node: Node) -> torch.nn.Module:
-        module: torch.nn.Module = self._modules[str(node.target)]
-        return module
+def _shape(node: Node) -> str:
+    """The dtype and shape of a node's tensor, such as `int64 2×7`; float32 goes without saying."""
+    value = node.meta.get("val", node.meta.get("tensor_meta"))
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is None or dtype is None:
+        return ""
+    sizes = "×".join(map(str, shape)) or "scalar"
+    return f"{dtype} {sizes}".removeprefix("torch.").removeprefix("float32 ")
 
-    # --- boxes
 
-    def _write_items(self, frame: _Frame, level: int) -> None:
-        indent = "  " * (level + 1)
-        for item in frame.items:
-            if isinstance(item, Node):
-                self._boxes[item] = item.name
-                self._lines.append(f"{indent}{quoted(item.name)} [{self._node_attributes(item)}]")
-            elif self._depth is not None and level >= self._depth:
-                self._write_collapsed(item, frame.path, indent)
-            else:
-                number = len(self._lines)
-                title = html_label(item.path.removeprefix(f"{frame.path}."), item.kind, align="left")
-                self._lines.append(f'{indent}subgraph "cluster_{number}" {{')
-                colour = _LEVELS[level % len(_LEVELS)]
-                self._lines.append(
-                    f'{indent}  label={title} fillcolor="{colour}" tooltip={quoted(item.path)}'
-                )
-                self._write_items(item, level + 1)
-                self._lines.append(f"{indent}}}")
+def _title(stack: _Stack, level: int) -> str:
+    """The label of a module: its name in the module around it, and its class."""
+    (path, kind), outer = stack[level], stack[level - 1][0] if level else ""
+    return _html(path.removeprefix(f"{outer}."), kind)
 
-    def _write_collapsed(self, frame: _Frame, parent: str, indent: str) -> None:
-        nodes = list(frame.nodes())
-        box = f"{frame.path} {nodes[0].name}"
-        self._boxes.update(dict.fromkeys(nodes, box))
-        label = html_label(frame.path.removeprefix(f"{parent}."), frame.kind)
-        tooltip = f"{frame.path}: {len(nodes)} nodes"
-        self._lines.append(
-            f"{indent}{quoted(box)} [label={label} tooltip={quoted(tooltip)} peripheries=2 "
-            f"{colours('collapsed', any(MARKS in node.meta for node in nodes))}]"
-        )
 
-    def _node_attributes(self, node: Node) -> str:
-        marked = MARKS in node.meta
-        kind = self._kind(node)
-        attributes = f"tooltip={quoted(tooltip(node))} {colours(kind, marked)}"
-        if kind == "input":
-            attributes += " fontcolor=white"
-        return f"label={self._label(node)} {attributes}"
+def _html(title: str, *lines: str) -> str:
+    """A Graphviz label: the title, and smaller lines under it, cut where they are long."""
+    short = (line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…" for line in lines if line)
+    small = "".join(f'<br/><font point-size="9">{escape(line)}</font>' for line in short)
+    return f"<<b>{escape(title)}</b>{small}>"
 
-    def _kind(self, node: Node) -> str:
-        if node.op in ("placeholder", "output"):
-            return "input"
-        if node.op == "get_attr":
-            return "constant"
-        if node.op != "call_module":
-            return "operation"
-        module = self._module(node)
-        if "Norm" in type(module).__name__:
-            return "normalisation"
-        return "weights" if next(module.parameters(), None) is not None else "layer"
 
-    def _label(self, node: Node) -> str:
-        if node.op == "call_module":
-            module = self._module(node)
-            return html_label(
-                type(module).__name__, str(node.target).rpartition(".")[2], layer_options(module)
-            )
-        if node.op in ("placeholder", "output", "get_attr"):
-            name = "output" if node.op == "output" else str(node.target)
-            facts = "" if node.op == "output" else shape(node)
-            return html_label(name.rpartition(".")[2], facts)
-        scalars = ", ".join(
-            [short(str(argument)) for argument in node.args if isinstance(argument, (int, float, str))]
-            + [f"{key}={short(str(value))}" for key, value in node.kwargs.items() if is_scalar(value)]
-        )
-        return html_label(operation(node), short(scalars))
-
-    # --- arrows
-
-    def _write_edges(self) -> None:
-        drawn: dict[tuple[str, str, str], None] = {}
-        for node, box in self._boxes.items():
-            for value in node.all_input_nodes:
-                source = self._boxes.get(value)
-                if source is None or source == box:
-                    continue
-                label = "" if value.op in ("placeholder", "get_attr") else shape(value)
-                attributes = f" [label={quoted(' ' + label)}]" if label else ""
-                drawn[quoted(source), quoted(box), attributes] = None
-        self._lines += [f"  {source} -> {box}{attributes}" for source, box, attributes in drawn]
+def _quoted(text: str) -> str:
+    """A text as a string of Graphviz."""
+    return json.dumps(text, ensure_ascii=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.testing import make_tensor
 
 from fxopt.capture import TracedModule, symbolic_trace, trace
 from fxopt.errors import FxoptError
@@ -24,7 +25,7 @@ def captured(name: str, inputs: Sequence[str] = (), *, specialize: bool = False)
     Args:
         name: `package.module:factory`. A factory returns a model, or a model and its example inputs: a tensor, a
             sequence of positional arguments, or a dict of keyword arguments. It may also be a model itself.
-        inputs: `name=2,16` for normal noise of that shape, `name=2,16:int64` for zeros and ones of a dtype. Without any,
+        inputs: `name=2,16` for numbers from 0 to 2 of that shape, `name=2,16:int64` for zeros and ones of a dtype. Without any,
             a model of transformers is captured with its main input, for all sizes.
         specialize: as for `fxopt.trace`.
 
@@ -36,51 +37,39 @@ def captured(name: str, inputs: Sequence[str] = (), *, specialize: bool = False)
         >>> captured("torch.nn:ReLU", ["input=2,3"]).graph.find_nodes(op="placeholder")
         [input_1]
     """
-    factory = _imported(name)
-    made = factory if isinstance(factory, nn.Module) else _called(name, factory)
+    made = _made(name)
     model, given = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise UsageError(f"{name}: gives {type(model).__name__}, not a model, or a model and its inputs")
     model = model.eval()
     if inputs:
         given = dict(map(_input, inputs))
-        if len(given) < len(inputs):
-            raise UsageError(f"--input {' --input '.join(inputs)}: give each name once")
-    if given is None:
-        if not hasattr(model, "main_input_name"):  # a class of transformers has it
-            raise UsageError(f"{name}: say what it takes: --input NAME=2,3 for each argument of its forward")
-        return symbolic_trace(model, specialize=specialize)
     if isinstance(given, Mapping):
         return trace(model, kwargs=given, specialize=specialize)
-    return trace(model, (given,) if isinstance(given, Tensor) else given, specialize=specialize)
+    if given is not None:
+        return trace(model, (given,) if isinstance(given, Tensor) else given, specialize=specialize)
+    if not hasattr(model, "main_input_name"):  # a class of transformers has it
+        raise UsageError(f"{name}: say what it takes: --input NAME=2,3 for each argument of its forward")
+    return symbolic_trace(model, specialize=specialize)
 
 
-def _imported(name: str) -> Callable[[], Any] | nn.Module:
+def _made(name: str) -> Any:
     module_name, _, path = name.partition(":")
     if not path:
         text = "a model is named package.module:factory, or as an entry of a zoo file, with --zoo"
         raise UsageError(f"{name}: {text}")
-    found: Any = imported(module_name, UsageError)
-    for part in path.split("."):
-        found = getattr(found, part, None)
+    module = imported(module_name, UsageError)
+    try:
+        found = operator.attrgetter(path)(module)
+    except AttributeError:
+        found = None
     if not callable(found):
         raise UsageError(f"{module_name} has no function or class {path!r}")
-    return found  # type: ignore[no-any-return]
-
-
-def _called(name: str, factory: Callable[[], Any]) -> Any:
     try:
-        inspect.signature(factory).bind()
-    except TypeError as error:
-        raise UsageError(
-            f"{name}: {error}; name a function of your own that takes none and returns the model"
-        ) from error
-    except ValueError:
-        pass  # what is written in C has no signature: the call tells
-    try:
-        return factory()
+        return found if isinstance(found, nn.Module) else found()
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{name}() raises {in_a_line(error)}") from error
+        advice = "name a function of your own that takes no arguments and returns the model"
+        raise UsageError(f"{name}() raises {in_a_line(error)}; {advice}") from error
 
 
 def _input(text: str) -> tuple[str, Tensor]:
@@ -91,9 +80,10 @@ def _input(text: str) -> tuple[str, Tensor]:
         shape = [int(size) for size in sizes.split(",") if size]
         if not name.isidentifier() or not what or not isinstance(dtype, torch.dtype):
             raise ValueError(text)
-        generator = torch.Generator().manual_seed(0)
-        if dtype.is_floating_point or dtype.is_complex:
-            return name, torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
-        return name, torch.randint(0, 2, shape, generator=generator).to(dtype)
-    except (ValueError, RuntimeError) as error:  # torch's: a size below 0, a dtype of quantised tensors
+        return name, make_tensor(shape, dtype=dtype, device="cpu", low=0, high=2)
+    except (
+        ValueError,
+        RuntimeError,
+        TypeError,
+    ) as error:  # torch's: a size below 0, a dtype of quantized tensors
         raise UsageError(f"--input {text}: write it as x=2,3 or ids=2,16:int64") from error

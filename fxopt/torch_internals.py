@@ -203,7 +203,6 @@ bindings = {
 # --- nodes
 
 _NEW_GRAPH = torch.fx.Graph()
-codegen_of = attribute(_NEW_GRAPH, "_codegen", "graphs cannot be saved")
 root_of = attribute(_NEW_GRAPH, "_root", "passes cannot create nodes")
 is_erased = attribute(_NEW_GRAPH.create_node("placeholder", "x"), "_erased", "passes cannot be applied")
 used_names = attribute(_NEW_GRAPH, "_graph_namespace._used_names", "passes cannot be undone")

@@ -43,7 +43,7 @@ def traced(model=None):
 
 
 def frames(source):
-    return re.findall(r"label=<<b>([^<]*)</b><br align=\"left\"/><font [^>]*>([^<]*)<", source)
+    return re.findall(r"subgraph .* label=<<b>([^<]*)</b><br/><font [^>]*>([^<]*)<", source)
 
 
 def boxes(source):

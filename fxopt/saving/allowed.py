@@ -13,14 +13,14 @@ import contextlib
 import enum
 import functools
 import importlib
-import keyword
 import math
 import operator
+import pkgutil
 import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,16 +43,34 @@ _DENIED_METHODS = {
 _DENIED_FUNCTIONS = {
     *("autocast", "from_file", "from_numpy", "frombuffer", "lobpcg", "triplet_margin_with_distance_loss"),
 }
-_PRIVATE_METHODS = ("_is_all_true", "_is_any_true", "_nnz", "_indices", "_values")
-_PRIVATE_FUNCTIONS = (
-    *("_fused_rms_norm", "_grouped_mm", "_int_mm", "_is_all_true", "_is_any_true", "_log_softmax"),
-    *("_scaled_grouped_mm", "_scaled_mm", "_shape_as_tensor", "_softmax", "_standard_gamma", "_weight_norm"),
-)
+_PRIVATE_METHODS = {"_is_all_true", "_is_any_true", "_nnz", "_indices", "_values"}
 # The functions of `operator` for which Python has signs, and no other: `operator.call` calls what it is given.
 _OPERATORS = {
     *("is_", "is_not", "truth"),
     *(name for name in operator.__all__ if f"__{name.strip('_')}__" in vars(operator) and name != "call"),
 }
+_MORE = {
+    "torch": (
+        *("_fused_rms_norm", "_grouped_mm", "_int_mm", "_is_all_true", "_is_any_true", "_log_softmax"),
+        *(
+            "_scaled_grouped_mm",
+            "_scaled_mm",
+            "_shape_as_tensor",
+            "_softmax",
+            "_standard_gamma",
+            "_weight_norm",
+        ),
+    ),
+    "torch.nn.functional": (
+        *("hardsigmoid", "hardswish", "sigmoid", "tanh", "grouped_mm", "scaled_mm", "upsample"),
+    ),
+    "operator": _OPERATORS,
+}
+# Modules of which a graph may call what computes: in torch what can be overridden, in the others all that is written in C, too.
+_MODULES = (
+    *(torch, functional, torch.functional, torch.linalg, torch.fft, torch.special, math),
+    *(bindings[name] for name in ("_nn", "_linalg", "_fft", "_special")),
+)
 BUILTINS = (
     *(abs, all, any, bool, complex, dict, divmod, float, getattr, int, len, list, max, min, pow, range),
     *(round, slice, str, sum, tuple),
@@ -64,23 +82,45 @@ _OWN = (
     modes.set_grad_enabled,
 )
 _PASSES = "fxopt.passes."  # the files in it: the package itself imports what it is told
+_RESTORING = (_PASSES, "fxopt.packing", "fxopt.rewriting.pattern")
+CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, type(...))
+"""Types whose values have names."""
 # Types of values; a graph may call them, too.
 _TYPES = (
-    *(bool, bytes, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple),
+    *(bytes, frozenset, set),
     *(collections.OrderedDict, torch.Size, torch.Tensor, torch.device, torch.dtype, torch.nn.Parameter),
 )
 # The modules of libraries whose output classes, caches, enumerations and functions with gradients are known by name.
 _LIBRARIES = re.compile(
     r"transformers\.(cache_utils|modeling_outputs|utils\.generic|models\.\w+\.(modeling_\w+|quant_modules|vision))"
-    r"|diffusers\.(models|utils\.outputs)(\.\w+)*|timm\.(layers|models)(\.\w+)*"
+    r"|diffusers\.(models|utils\.outputs)(\.(?!__)\w+)*|timm\.(layers|models)(\.(?!__)\w+)*"
 )
-_CACHES = ("Cache", "CacheLayerMixin")
-# Operators of torch.ops are those of these namespaces; what registers them where torch itself does not.
-_NAMESPACES = {"aten": "", "prims": "", "mkldnn": "", "transformers": "transformers.integrations.moe"}
+_OF_LIBRARIES = (collections.OrderedDict, enum.Enum, torch.autograd.Function)
+_CACHES = {"Cache", "CacheLayerMixin"}
+_LAYERS = (torch.nn.Module, Transformation)
+# Operators of torch.ops are those of these namespaces; transformers registers its own where this module is imported.
+_NAMESPACES = ("aten", "prims", "mkldnn", "transformers")
+_REGISTERS = "transformers.integrations.moe"
 
 
-class NameRefused(Exception):
-    """A name, or what would have to be named, that no saved graph may hold."""
+class Refused(Exception):
+    """A part that no saved graph may have, or that is not there: the text says which, and where."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.places = what, list[str]()
+
+    def __str__(self) -> str:
+        return f"{'.'.join(self.places)}: {self.what}" if self.places else self.what
+
+
+@contextlib.contextmanager
+def within(place: str) -> Iterator[None]:
+    """Tell of what is refused inside which part of a graph module it is."""
+    try:
+        yield
+    except Refused as error:
+        error.places.insert(0, place)
+        raise
 
 
 class Names:
@@ -94,59 +134,47 @@ class Names:
         self.trusted: dict[str, Any] = {qualified_name(value): value for value in trusted}
 
     def of(self, value: Any) -> str:
-        """The name of a function, operator or class; NameRefused where it has none."""
+        """The name of a function, operator or class; Refused where it has none."""
         if isinstance(value, modes.ApplyFunction):
             return f"apply:{self.of(value.function)}"
         if isinstance(value, Conditional):
-            raise NameRefused("a branch on a value, whose sides are graphs of their own")
-        name = _names().get((value, getattr(value, "__name__", ""))) or qualified_name(value)
+            raise Refused("a branch on a value, whose sides are graphs of their own, which cannot be saved")
+        hashable = isinstance(value, collections.abc.Hashable)
+        known = _names().get((value, getattr(value, "__name__", ""))) if hashable else None
+        name = known or qualified_name(value)
         if self.find(name) != value:
-            raise NameRefused(f"{name}, which is no longer found by that name")
+            raise Refused(f"{name}, which is no longer found by that name")
         return name
 
-    def find(self, name: str) -> Any:
-        """The object that has a name; NameRefused where there is none, or where it may not be named."""
+    def find(self, name: Any) -> Any:
+        """The object that has a name; Refused where there is none, or where it may not be named."""
         if not isinstance(name, str):
-            raise NameRefused(f"{name!r}, which is no name")
-        if name in self.trusted:
-            return self.trusted[name]
-        if name in _functions():
-            return _functions()[name]
-        if name.startswith("apply:"):
-            return modes.ApplyFunction(self._class(name.removeprefix("apply:"), torch.autograd.Function))
-        if name.startswith("torch.ops."):
-            return _operator(name)
-        if name.startswith(_PASSES) and not name.rpartition(".")[2].startswith("_") and _own_function(name):
-            return _own_function(name)
-        return self._class(name, object)
+            return _refuse(name)
+        found = self.trusted.get(name) or _functions().get(name)
+        if found is None and name.startswith("apply:"):
+            function = self.find(name.removeprefix("apply:"))
+            is_function = isinstance(function, type) and issubclass(function, torch.autograd.Function)
+            found = modes.ApplyFunction(function) if is_function else None
+        elif found is None:
+            found = _operator(name) if name.startswith("torch.ops.") else _defined(name)
+        return _refuse(name) if found is None else found
 
     def target(self, name: str) -> Any:
         """The operator or class of values that a graph may call by a name."""
         found = self.find(name)
-        if isinstance(found, type) and issubclass(found, torch.nn.Module | Transformation):
-            raise NameRefused(f"{name}, which a graph cannot call")
-        return found
-
-    def method(self, name: Any) -> str:
-        """A name of a method that a graph may call; NameRefused otherwise."""
-        if name not in _methods():
-            raise NameRefused(f"the method {name!r}")
-        return str(name)
+        return _refuse(name) if isinstance(found, type) and issubclass(found, _LAYERS) else found
 
     def restoring(self, name: str) -> Any:
-        """A function by which a pass is undone: one of fxopt, or one that is trusted; NameRefused for any other name."""
-        found = self.trusted.get(name) or _own_function(name)
-        if found is None:
-            raise NameRefused(name)
-        return found
+        """A function by which a pass is undone: one of fxopt, or one that is trusted; Refused for any other name."""
+        found = self.trusted.get(name) or _function_of(name, _RESTORING)
+        return _refuse(name) if found is None else found
 
-    def _class(self, name: str, base: type) -> Any:
-        if name in self.trusted:
-            return self.trusted[name]
-        cls = _class_named(name)
-        if cls is None or not issubclass(cls, base):
-            raise NameRefused(name)
-        return cls
+
+def _refuse(name: object) -> Any:
+    raise Refused(
+        f"{name if isinstance(name, str) else repr(name)}, which is neither an operator of torch nor a layer or a class "
+        "that only holds values. If it is a class or function of yours, give it in `trusted`, for save and for load"
+    )
 
 
 def qualified_name(value: Any) -> str:
@@ -157,143 +185,99 @@ def qualified_name(value: Any) -> str:
     return f"{getattr(value, '__module__', None)}.{name}" if name else repr(value)
 
 
-def is_identifier(name: Any) -> bool:
-    """Tell whether code may be written with a name in it."""
-    return isinstance(name, str) and name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
-
-
 @functools.cache
-def _functions() -> dict[str, Callable[..., Any]]:
-    """Every function that a graph may call, by name."""
-    found: dict[str, Callable[..., Any]] = {}
-    for module, names in _torch_names():
-        for name in names:
-            function = getattr(module, name, None)
-            if name not in _DENIED_FUNCTIONS and callable(function):
-                found[f"{module.__name__}.{name}"] = function
-    for name in _methods():
-        found[f"torch.Tensor.{name}"] = getattr(torch.Tensor, name)
-    found |= {f"operator.{name}": getattr(operator, name) for name in _OPERATORS}
-    found |= {f"math.{name}": getattr(math, name) for name in _public(math, types.BuiltinFunctionType)}
-    found |= {f"{value.__module__}.{value.__qualname__}": value for value in (*_TYPES, *BUILTINS, *_OWN)}
-    return found
-
-
-def _torch_names() -> Iterator[tuple[Any, Iterable[str]]]:
+def _functions() -> dict[str, Any]:
+    """Every function and type that a graph may call, and every constant that only has a name."""
+    variable = bindings["_VariableFunctions"]
     with warnings.catch_warnings():  # it looks at names that are on their way out
         warnings.simplefilter("ignore")
-        overridable = {
-            key: set(values) for key, values in torch.overrides.get_overridable_functions().items()
-        }
-    for module in (torch, functional, torch.functional, torch.linalg, torch.fft, torch.special):
-        known = overridable.get(module, set()) | overridable[torch]
-        functions = (name for name in dir(module) if _hashable(getattr(module, name)) in known)
-        yield module, list(functions)
-    yield torch, [name for name in dir(bindings["_VariableFunctions"]) if not name.startswith("_")]
-    yield torch, _PRIVATE_FUNCTIONS
-    yield functional, [name for name in _public(functional, Callable) if name.endswith("_")]
-    yield functional, ("hardsigmoid", "hardswish", "sigmoid", "tanh", "grouped_mm", "scaled_mm", "upsample")
-    for name in ("_nn", "_linalg", "_fft", "_special"):
-        yield bindings[name], _public(bindings[name], types.BuiltinFunctionType)
-
-
-def _public(module: Any, kind: Any) -> list[str]:
-    return [n for n in dir(module) if not n.startswith("_") and isinstance(getattr(module, n), kind)]
-
-
-def _hashable(value: Any) -> Any:
-    return value if isinstance(value, collections.abc.Hashable) else None
+        known = set().union(*torch.overrides.get_overridable_functions().values())
+    known |= {getattr(variable, name) for name in dir(variable) if not name.startswith("_")}
+    found: dict[str, Any] = {}
+    for module in _MODULES:
+        for name in dir(module):
+            value = getattr(module, name)
+            computes = module is not torch and isinstance(value, types.BuiltinFunctionType) and name[0] != "_"
+            if computes or (
+                callable(value) and isinstance(value, collections.abc.Hashable) and value in known
+            ):
+                found[f"{module.__name__}.{name}"] = value
+    for owner, names in {**_MORE, "torch.Tensor": methods()}.items():
+        found |= {f"{owner}.{name}": getattr(pkgutil.resolve_name(owner), name, None) for name in names}
+    outputs = torch.return_types.all_return_types
+    found |= {qualified_name(value): value for value in (*_TYPES, *BUILTINS, *_OWN, *outputs)}
+    constants = (value for value in vars(torch).values() if isinstance(value, CONSTANTS))
+    found |= {repr(value): value for value in (*constants, ...)}
+    return {n: v for n, v in found.items() if v is not None and n.rpartition(".")[2] not in _DENIED_FUNCTIONS}
 
 
 @functools.cache
 def _names() -> dict[Any, str]:
     """The first name of each function; `torch.mm` and `torch.dsmm` are equal, and differ in their own names."""
-    names: dict[Any, str] = {}
-    for name, function in _functions().items():
-        names.setdefault((function, getattr(function, "__name__", "")), name)
-    return names
+    pairs = reversed(_functions().items())
+    return {(function, getattr(function, "__name__", "")): name for name, function in pairs}
 
 
 @functools.cache
-def _methods() -> frozenset[str]:
+def methods() -> frozenset[str]:
     """The methods of tensors that a graph may call."""
     public = {n for n in dir(torch.Tensor) if not n.startswith("_") and callable(getattr(torch.Tensor, n))}
-    spelled = {f"__{name.strip('_')}__" for name in _OPERATORS}
-    spelled |= {f"__{name}__" for name in ("len", "bool", "int", "float")}
-    reflected = {f"__r{name.strip('_')}__" for name in _OPERATORS}
-    dunder = {name for name in spelled | reflected if hasattr(torch.Tensor, name)}
-    return frozenset((public | dunder | {*_PRIVATE_METHODS}) - _DENIED_METHODS)
-
-
-def _own_function(name: str) -> Any:
-    """A function that a pass or kernel of fxopt defines; None for any other name."""
-    module, _, own = name.rpartition(".")
-    if not module.startswith((_PASSES, "fxopt.packing", "fxopt.rewriting.pattern")) or not all(
-        map(is_identifier, name.split("."))
-    ):
-        return None
-    found = getattr(sys.modules.get(module), own, None)
-    return found if isinstance(found, types.FunctionType) and qualified_name(found) == name else None
+    signs = ("len", "bool", "int", "float", *(name.strip("_") for name in _OPERATORS))
+    dunder = {f"__{side}{sign}__" for sign in signs for side in ("", "r")}
+    found = public | {name for name in dunder if hasattr(torch.Tensor, name)} | _PRIVATE_METHODS
+    return frozenset(found - _DENIED_METHODS)
 
 
 def _operator(name: str) -> Any:
-    """An operator of `torch.ops`, if it is one of torch's dispatcher, which opens no file."""
+    """An operator of `torch.ops`, if it is one of torch's dispatcher, which opens no file; None otherwise."""
     namespace, *path = name.removeprefix("torch.ops.").split(".")
-    if namespace not in _NAMESPACES or len(path) not in (1, 2):
-        raise NameRefused(name)
-    found = _overload(namespace, *path)
-    if found is None and _NAMESPACES[namespace]:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(_NAMESPACES[namespace])
-        found = _overload(namespace, *path)
-    packet = isinstance(found, OpOverloadPacket)
-    overloads = [getattr(found, each) for each in found.overloads()] if packet else [found]
-    for each in overloads:
-        if not isinstance(each, OpOverload) or not dispatch_has_kernel(each.name()):
-            raise NameRefused(name)
-        if any(argument.name == "filename" for argument in schema_of(each).arguments):
-            raise NameRefused(name)
-    return found
-
-
-def _overload(*names: str) -> Any:
-    if not all(map(is_identifier, names[:2])) or names[1].startswith("__"):
+    if namespace not in _NAMESPACES or len(path) not in (1, 2) or not all(map(str.isidentifier, path)):
         return None
+    if namespace == "transformers":
+        with contextlib.suppress(ImportError):
+            importlib.import_module(_REGISTERS)
     try:
-        return functools.reduce(getattr, names, torch.ops)
+        found = functools.reduce(getattr, path, getattr(torch.ops, namespace))
     except (AttributeError, RuntimeError):
         return None
+    packet = isinstance(found, OpOverloadPacket)
+    overloads = [getattr(found, each) for each in found.overloads()] if packet else [found]
+    return found if all(map(_is_dispatched, overloads)) else None
+
+
+def _is_dispatched(overload: Any) -> bool:
+    if not isinstance(overload, OpOverload) or not dispatch_has_kernel(overload.name()):
+        return False
+    return all(argument.name != "filename" for argument in schema_of(overload).arguments)
 
 
 @functools.lru_cache(maxsize=4096)
-def _class_named(name: str) -> type | None:
-    """A class that holds values or is a layer, by its own name; None for any other."""
-    if name.startswith("torch.return_types."):
-        return getattr(torch.return_types, name.removeprefix("torch.return_types."), None)
+def _defined(name: str) -> Any:
+    """A class that holds values, a layer, a pass, or a public function of a pass, by its own name; None for any other."""
     path, _, own = name.rpartition(".")
-    if not all(is_identifier(part) and not part.startswith("__") for part in name.split(".")):
-        return None
-    if _LIBRARIES.fullmatch(path):
+    of_library = _LIBRARIES.fullmatch(path) is not None
+    if of_library:
         try:
             importlib.import_module(path)
         except ImportError as error:
-            raise NameRefused(f"{name}, which cannot be imported here ({error})") from error
-        holds = _holds_values
-    elif path.startswith(("torch.nn.modules.", "fxopt.")):
-        holds = _is_layer
-    else:
+            raise Refused(f"{name}, which cannot be imported here ({error})") from error
+    elif not path.startswith(("torch.nn.modules.", "fxopt.")):
         return None
+    found = _found(name)
+    if not isinstance(found, type):
+        return None if own.startswith("_") else _function_of(name, _PASSES)
+    fits = issubclass(found, _OF_LIBRARIES if of_library else _LAYERS)
+    return found if fits or (of_library and _CACHES & {base.__name__ for base in found.__mro__}) else None
+
+
+def _function_of(name: str, modules: str | tuple[str, ...]) -> Any:
+    """A function that one of these modules defines; else None."""
+    found = _found(name) if name.rpartition(".")[0].startswith(modules) else None
+    return found if isinstance(found, types.FunctionType) else None
+
+
+def _found(name: str) -> Any:
+    """The object that an imported module defines by this name; None where it has none, or imports it."""
+    path, _, own = name.rpartition(".")
     found = getattr(sys.modules.get(path), own, None)
-    if not isinstance(found, type) or f"{found.__module__}.{found.__qualname__}" != name:
-        return None  # no class, or one that the module imports
-    return found if holds(found) else None
-
-
-def _is_layer(cls: type) -> bool:
-    return issubclass(cls, torch.nn.Module | Transformation)
-
-
-def _holds_values(cls: type) -> bool:
-    """Tell whether a class of a library is an output, a cache, an enumeration or a function with gradients."""
-    kinds = (collections.OrderedDict, enum.Enum, torch.autograd.Function)
-    return issubclass(cls, kinds) or any(base.__name__ in _CACHES for base in cls.__mro__)
+    return found if qualified_name(found) == name else None

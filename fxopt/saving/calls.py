@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+import keyword
+import unicodedata
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.fx import Node
 
 from fxopt import objects
 from fxopt.rewriting.edits import Reference
 from fxopt.rewriting.transformation import Transformation
-from fxopt.saving.allowed import BUILTINS, NameRefused, Names, is_identifier, qualified_name
+from fxopt.saving.allowed import BUILTINS, CONSTANTS, Names, Refused, methods, qualified_name
 
 _PLAIN = (
-    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, Node, Reference, enum.Enum),
+    *(bool, int, float, complex, str, bytes, type(None), range, torch.device, Reference, enum.Enum),
+    *CONSTANTS,
 )
-
 # Functions that look up, make or change what they are told.
 _BY_NODES = (getattr, objects.build_object, objects.find, objects.set_attributes, objects.set_items)
 
 
 def check_node(names: Names, op: str, target: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise NameRefused unless a node is a call that a saved graph may make.
+    """Raise Refused unless a node is a call that a saved graph may make.
 
     Args:
         names: what may be named.
         op: of the node.
         target: of the node; a function, or a text.
-        args: of the node.
+        args: of the node, with a `Reference` for each node among them.
         kwargs: of the node.
     """
     for argument in (*args, *kwargs.values()):
@@ -40,37 +40,44 @@ def check_node(names: Names, op: str, target: Any, args: Any, kwargs: Mapping[st
     if op == "call_function":
         _check_function(names, target, args, kwargs)
     elif op == "call_method":
-        names.method(target)
+        if target not in methods():
+            raise Refused(f"the method {target!r}, which a saved graph cannot call")
     elif op == "placeholder":
         check_name(str(target).lstrip("*"))
     elif op in ("get_attr", "call_module"):
         check_path(target)
     elif (op, target) != ("output", "output"):
-        raise NameRefused(f"a node of the kind {op!r} with the target {target!r}")
+        raise Refused(f"a node of the kind {op!r} with the target {target!r}")
 
 
 def check_path(path: Any) -> None:
-    """Raise NameRefused unless a text is the qualified name of a module or tensor."""
-    parts = path.split(".") if isinstance(path, str) else [""]
+    """Raise Refused unless a text is the qualified name of a module or tensor."""
+    # Python normalizes the letters of code: others may become underscores.
+    normal = isinstance(path, str) and unicodedata.is_normalized("NFKC", path)
+    parts = path.split(".") if normal else [""]
     if not all(f"_{part}".isidentifier() and part and not part.startswith("__") for part in parts):
-        raise NameRefused(f"the path {path!r}")
+        raise Refused(
+            f"the path {path!r}, which code cannot name. Rename the module, tensor or attribute: letters, digits and "
+            "underscores, and no two of these in front"
+        )
 
 
 def check_name(name: Any) -> None:
-    """Raise NameRefused unless a text may stand in code as the name of a value."""
-    if not is_identifier(name):
-        raise NameRefused(f"the name {name!r}")
+    """Raise Refused unless a text may stand in code as the name of a value."""
+    fits = isinstance(name, str) and name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
+    if not fits:
+        raise Refused(f"the name {name!r}, which code cannot have")
 
 
 def check_value(names: Names, value: Any) -> None:
-    """Raise NameRefused where a layer or an object would call, in the place of a method, what only nodes may, or layers of a class."""
+    """Raise Refused where a layer or an object would call, in the place of a method, what only nodes may, or layers of a class."""
     makes_layers = isinstance(value, type) and issubclass(value, torch.nn.Module | Transformation)
     if (makes_layers or any(value is each for each in _BY_NODES)) and not _is_trusted(names, value):
-        raise NameRefused(f"{qualified_name(value)} as a value")
+        raise Refused(f"{qualified_name(value)} as a value, which could be called in the place of a method")
 
 
 def _is_trusted(names: Names, value: Any) -> bool:
-    return any(value is each for each in names.trusted.values())
+    return names.trusted.get(qualified_name(value)) is value
 
 
 def _check_argument(names: Names, value: Any) -> None:
@@ -85,33 +92,24 @@ def _check_argument(names: Names, value: Any) -> None:
     elif isinstance(value, type):
         check_value(names, value)
     elif not isinstance(value, _PLAIN) and not _is_trusted(names, value):
-        raise NameRefused(f"a {type(value).__name__} as an argument")
+        raise Refused(f"a {type(value).__name__} as an argument of a node")
 
 
 def _check_function(names: Names, target: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    if names.target(names.of(target)) != target:
-        raise NameRefused(str(target))
-    if target in BUILTINS and kwargs and target not in (dict, int):  # a `key` is a function that they call
-        raise NameRefused(f"{target.__name__} with keywords")
-    if target in _BY_NODES and kwargs:
-        raise NameRefused(f"{target.__name__} with keywords")
+    names.target(names.of(target))
+    # The `key` of a builtin is a function that it calls.
+    if kwargs and (target in _BY_NODES or (target in BUILTINS and target not in (dict, int))):
+        raise Refused(f"{target.__name__} with keywords")
     if target is getattr:
-        _check_attributes(args[1:2])
+        check_path(args[1])
     elif target is objects.build_object:
         names.target(args[0])
     elif target is objects.find:
         check_value(names, names.find(args[0]))
     if target in (objects.build_object, objects.set_attributes):
         if not isinstance(args[1], dict):
-            raise NameRefused(f"{target.__name__} of attributes that are not written out")
-        _check_attributes(args[1])
+            raise Refused(f"{target.__name__} of attributes that are not written out")
         for name in args[1]:
+            check_path(name)
             if callable(getattr(torch.Tensor, name, None)) and name != "values":
-                raise NameRefused(f"the attribute {name!r}, by which code would call a method of a tensor")
-
-
-def _check_attributes(attributes: Iterable[Any]) -> None:
-    for name in attributes:
-        check_name(name)
-        if name.startswith("__"):
-            raise NameRefused(f"the attribute {name!r}")
+                raise Refused(f"the attribute {name!r}, by which code would call a method of a tensor")

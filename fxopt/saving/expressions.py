@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 
 # What torch writes of sizes: arithmetic, comparisons, and calls of the functions below.
 _PARTS = (
     *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.IfExp, ast.BoolOp, ast.boolop),
     *(ast.UnaryOp, ast.unaryop, ast.BinOp, ast.operator, ast.Compare, ast.cmpop, ast.Call, ast.Attribute),
 )
-_FUNCTIONS = ("abs", "bool", "float", "int", "max", "min", "round")
+_FUNCTIONS = re.compile(r"abs|bool|float|int|max|min|round|math\.[a-zA-Z]\w*|torch\.sym_\w+")
 
 
 def is_arithmetic(text: object) -> bool:
@@ -28,15 +29,13 @@ def is_arithmetic(text: object) -> bool:
 
 
 def _is_harmless(part: ast.AST) -> bool:
-    if isinstance(part, ast.Constant):
-        return isinstance(part.value, bool | int | float)
-    if isinstance(part, ast.Name):
-        return not part.id.startswith("_")
-    if isinstance(part, ast.Call):
-        function = part.func
-        known = isinstance(function, ast.Attribute) or getattr(function, "id", None) in _FUNCTIONS
-        return known and not part.keywords
-    if isinstance(part, ast.Attribute):
-        module = getattr(part.value, "id", None)
-        return (module == "math" and part.attr[0] != "_") or (module == "torch" and part.attr[:4] == "sym_")
+    match part:
+        case ast.Constant():
+            return isinstance(part.value, int | float)
+        case ast.Name():
+            return not part.id.startswith("_")
+        case ast.Call():
+            return _FUNCTIONS.fullmatch(ast.unparse(part.func)) is not None and not part.keywords
+        case ast.Attribute():
+            return _FUNCTIONS.fullmatch(ast.unparse(part)) is not None
     return isinstance(part, _PARTS)

@@ -1,16 +1,14 @@
-"""The folder on disk: written beside the old one and put in its place, and read only if it is whole."""
+"""The folder on disk: `graph.json`, which names the file with the weights, so that both are put in place at once."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import glob
 import hashlib
 import json
 import os
+import re
 import shutil
-import time
-import uuid
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,93 +21,60 @@ from torch import Tensor
 from fxopt.errors import LoadError, SaveError
 from fxopt.version import __version__
 
-GRAPH, WEIGHTS = "graph.json", "model.safetensors"
-FORMAT = 2
-"""The number of the format; a newer one is refused."""
+GRAPH = "graph.json"
+FORMAT = 3
+"""The number of the format; any other is refused."""
 
 
 def write(folder: Path, document: Mapping[str, Any], entries: Mapping[str, Tensor]) -> None:
     """Write both files, all or nothing; SaveError where that fails."""
-    folder = Path(os.path.realpath(folder))
-    if folder.exists() and not folder.is_dir():
-        raise SaveError(f"{folder} is a file: give a folder.")
-    if folder.exists():
-        if folder.samefile(os.curdir):
-            raise SaveError(
-                f"{folder} is the current folder, which would be replaced: give the name of one in it."
-            )
-        others = sorted({entry.name for entry in os.scandir(folder)} - {GRAPH, WEIGHTS})
-        if others:
-            raise SaveError(
-                f"{folder} holds other files ({', '.join(others[:3])}): give a folder for this module alone."
-            )
-    new, old = (folder.with_name(f".{folder.name}.{kind}-{uuid.uuid4().hex[:8]}") for kind in ("new", "old"))
     try:
-        new.mkdir(parents=True)
-        save_file(dict(entries), new / WEIGHTS)
-        _flush(new / WEIGHTS)
-        facts = {"bytes": (new / WEIGHTS).stat().st_size, "sha256": _digest(new / WEIGHTS)}
-        (new / GRAPH).write_text(_sealed(document, facts), encoding="utf-8")
-        _flush(new / GRAPH)
-        shutil.copymode(new / GRAPH, new / WEIGHTS)  # safetensors lets the user alone read
-        _swap(new, folder, old)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fxopt-", dir=folder) as new:
+            graph, weights = Path(new, GRAPH), Path(new, "weights")
+            save_file(dict(entries), weights)
+            digest = _digest(weights)
+            graph.write_text(_sealed(document, digest), encoding="utf-8")
+            shutil.copymode(graph, weights)  # safetensors lets the user alone read
+            for file in (weights, graph):
+                with file.open("rb+") as written:
+                    os.fsync(written.fileno())
+            _put_in_place(folder, graph, weights, weights_file(folder, digest))
     except (OSError, SafetensorError) as error:
         raise SaveError(f"{folder} could not be written, and is as it was: {error}") from error
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+
+
+def _put_in_place(folder: Path, graph: Path, weights: Path, target: Path) -> None:
+    """Rename the new files, the weights first: whoever reads the folder meanwhile finds those that its graph names."""
+    old = target
+    with contextlib.suppress(LoadError):  # there is none, or it is not of fxopt
+        old = weights_file(folder, _document(folder / GRAPH).get("weights"))
+    was_there = target.exists()
+    os.replace(weights, target)
+    try:
+        os.replace(graph, folder / GRAPH)
+    except BaseException:
+        if not was_there:
+            target.unlink()
+        raise
+    if old != target:
+        old.unlink(missing_ok=True)
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The document and the tensors; LoadError where a file is missing, damaged or of a newer format.
-
-    Where `write` puts another folder in the place of this one meanwhile, both files are those of one save.
-    """
-    for _ in range(_ATTEMPTS):
-        found = _identity(folder)
+    """The document and the tensors; LoadError where a file is missing, damaged or of another format."""
+    while True:
+        document = _document(folder / GRAPH)
         try:
-            document = _checked(folder / GRAPH)
-            return document, _tensors(folder / WEIGHTS, document)
+            return document, _tensors(weights_file(folder, document.get("weights")), document)
         except LoadError:
-            if _identity(folder) == found and (found or not _moved_away(folder)):
+            if _document(folder / GRAPH) == document:  # no other save has replaced both meanwhile
                 raise
-            time.sleep(0.01)
-    moved = _moved_away(folder)
-    if moved and _identity(folder) is None:
-        raise LoadError(
-            f"{folder} is missing: a save was broken off when it had moved it to {moved[0]}. Move it back, or save again."
-        )
-    raise LoadError(f"{folder} is saved anew again and again while it is read: load it when that is done.")
 
 
-def _tensors(weights: Path, document: Mapping[str, Any]) -> dict[str, Tensor]:
-    with _explained(weights):
-        facts, size = document["weights"], weights.stat().st_size
-        if size != facts["bytes"]:
-            raise LoadError(
-                f"{weights} has {size} bytes, not {facts['bytes']}: it is cut off, or of another save. {_AGAIN}"
-            )
-        if _digest(weights) != facts["sha256"]:
-            raise LoadError(f"{weights} was changed since it was saved: its digest is another. {_AGAIN}")
-        with safe_open(weights, "pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-
-
-def _identity(folder: Path) -> tuple[int, int] | None:
-    """Another one for each folder that `write` puts in this place; None where there is none."""
-    with contextlib.suppress(OSError):
-        facts = folder.stat()
-        return facts.st_ino, facts.st_ctime_ns
-    return None
-
-
-def _moved_away(folder: Path) -> list[Path]:
-    """The place to which `write` has moved the folder, as long as it has not removed it, in a list."""
-    folder = Path(os.path.realpath(folder))
-    return list(folder.parent.glob(f".{glob.escape(folder.name)}.old-*"))
-
-
-_ATTEMPTS = 20
-"""How often a folder is read that another save replaces meanwhile."""
+def weights_file(folder: Path, digest: object) -> Path:
+    """The file with the weights of this digest."""
+    return folder / f"model-{re.sub(r'[^0-9a-f]', '', str(digest))[:16]}.safetensors"
 
 
 def as_read(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,49 +86,26 @@ def as_read(document: Mapping[str, Any]) -> dict[str, Any]:
 _AGAIN = "Copy the folder again, or save again."
 
 
-def _sealed(document: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
-    versions = {"fxopt": __version__, "torch": torch.__version__}
-    content = {"format": FORMAT, "versions": versions, "weights": weights, **document}
-    lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in content.items()]
-    return "{\n" + ",\n".join([*lines, f'"sha256": "{_seal(content)}"']) + "\n}\n"
-
-
-def _lines(value: Any) -> str:
-    """JSON with each node, module and tensor on a line of its own."""
-    if isinstance(value, list):
-        return "[\n" + ",\n".join(json.dumps(item, allow_nan=False) for item in value) + "\n]"
-    if isinstance(value, dict):
-        items = (f"{json.dumps(key)}: {json.dumps(item, allow_nan=False)}" for key, item in value.items())
-        return "{\n" + ",\n".join(items) + "\n}"
-    return json.dumps(value)
-
-
-def _seal(content: Mapping[str, Any]) -> str:
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _checked(path: Path) -> dict[str, Any]:
+def _tensors(path: Path, document: Mapping[str, Any]) -> dict[str, Tensor]:
     with _explained(path):
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-            number = document["format"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise LoadError(f"{path} is cut off, or no graph that fxopt saved ({error}). {_AGAIN}") from error
-        if type(number) is not int or number > FORMAT:
-            writer = document.get("versions")
-            by = f"fxopt {writer.get('fxopt')}" if isinstance(writer, dict) else "a newer fxopt"
+        if _digest(path) != document["weights"]:
+            raise LoadError(f"{path} was changed since it was saved: its digest is another. {_AGAIN}")
+        with safe_open(path, "pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+
+
+def _document(path: Path) -> dict[str, Any]:
+    with _explained(path):
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        number, seal = document["format"], document.pop("sha256", None)
+        if number != FORMAT:
             raise LoadError(
-                f"{path} is of format {number}, written by {by}; this fxopt reads up to {FORMAT}. Update fxopt."
+                f"{path} is of format {number}, written by {document.get('versions')}; this fxopt reads format {FORMAT}. Use "
+                "the version that wrote it, or capture and save again."
             )
-        seal = document.pop("sha256", None)
-        try:
-            if seal != _seal(document):
-                raise LoadError(f"{path} was changed since it was saved: its digest is another. {_AGAIN}")
-        except (ValueError, RecursionError) as error:
-            raise LoadError(f"{path} is no graph that fxopt saved ({error}). {_AGAIN}") from error
-        result: dict[str, Any] = document
-        return result
+        if seal != _seal(document):
+            raise LoadError(f"{path} was changed since it was saved: its digest is another. {_AGAIN}")
+        return document
 
 
 @contextlib.contextmanager
@@ -171,37 +113,27 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise LoadError(
-            f"{path} is missing: give a folder that fxopt.save wrote, with {GRAPH} and {WEIGHTS}."
-        ) from error
-    except (OSError, SafetensorError, KeyError, TypeError) as error:
-        raise LoadError(f"{path} cannot be read ({type(error).__name__}: {error}). {_AGAIN}") from error
+        raise LoadError(f"{path} is missing: give a folder that fxopt.save wrote.") from error
+    except LoadError:
+        raise
+    except Exception as error:  # whatever a file may hold
+        what = f"{type(error).__name__}: {error}"
+        raise LoadError(f"{path} is cut off, or no file that fxopt saved ({what}). {_AGAIN}") from error
 
 
-def _swap(new: Path, folder: Path, old: Path) -> None:
-    """Put a folder in the place of another, or of none; where that fails, the other stays."""
-    with contextlib.suppress(FileNotFoundError):
-        shutil.copymode(folder, new)
-    while True:
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(folder, old)
-        try:
-            os.replace(new, folder)
-            break
-        except BaseException as error:
-            # Another save has put its folder here meanwhile, in the place of the old one.
-            if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                shutil.rmtree(old, ignore_errors=True)
-                continue
-            if old.exists():
-                os.replace(old, folder)
-            raise
-    shutil.rmtree(old, ignore_errors=True)
+def _sealed(document: Mapping[str, Any], weights: str) -> str:
+    """The text of `graph.json`, with each node and module on a line of its own."""
+    versions = {"fxopt": __version__, "torch": torch.__version__}
+    content = {"format": FORMAT, "versions": versions, "weights": weights, **document}
+    text = json.dumps({**content, "sha256": _seal(content)}, allow_nan=False)
+    for first in ("op", "class"):
+        text = text.replace(f'{{"{first}": ', f'\n{{"{first}": ')
+    return text + "\n"
 
 
-def _flush(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
+def _seal(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

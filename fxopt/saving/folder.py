@@ -1,31 +1,30 @@
-"""`save` and `load`: a folder with `graph.json` and `model.safetensors`."""
+"""`save` and `load`: a folder with `graph.json` and a file of safetensors."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import GraphModule
 
-from fxopt.errors import FxoptError, LoadError, SaveError
+from fxopt.errors import LoadError, SaveError
 from fxopt.operators import hooks_of
-from fxopt.rewriting.record import find_record
 from fxopt.saving import files
-from fxopt.saving.allowed import NameRefused, Names, is_identifier
-from fxopt.saving.graph_set import Call, GraphSet
-from fxopt.saving.graphs import read_graph, write_graph
-from fxopt.saving.modules import ModuleReader, ModuleWriter
-from fxopt.saving.tensors import NoSuchDevice, TensorTable, restored
-from fxopt.saving.values import NotData
+from fxopt.saving.allowed import Names, Refused
+from fxopt.saving.graph_set import GraphSet
+from fxopt.saving.reading import Reader
+from fxopt.saving.tensors import restored
+from fxopt.saving.writing import Writer
 from fxopt.submodules import GRAPHS, original
-from fxopt.torch_internals import buffers_of, modules_of, parameters_of
 
 
 def save(module: torch.nn.Module, folder: str | os.PathLike[str], *, trusted: Iterable[Any] = ()) -> None:
-    """Save a graph module as data: its graph in `graph.json`, its tensors in `model.safetensors`.
+    """Save a graph module as data: its graph in `graph.json`, its tensors in safetensors.
 
     Everything goes to the file that the graph runs with: layers, parameters and buffers (those that are not persistent,
     too), ties, training flags, guards, the places in the model that nodes come from, `.config` of a transformers model,
@@ -37,7 +36,7 @@ def save(module: torch.nn.Module, folder: str | os.PathLike[str], *, trusted: It
 
     Args:
         module: a captured module, any `torch.fx.GraphModule`, or a module that `fxopt.optimize` made.
-        folder: where it goes: a new folder, an empty one, or one that `save` wrote, which is replaced as a whole.
+        folder: where it goes. What `save` has written there before is replaced; other files stay.
         trusted: classes and functions of yours that the graph calls or has as layers; `load` needs the same.
 
     Raises:
@@ -52,19 +51,12 @@ def save(module: torch.nn.Module, folder: str | os.PathLike[str], *, trusted: It
         ...     fxopt.load(folder).code == traced.code
         True
     """
-    names, found = Names(trusted), _graphs_in(module)
-    tensors = TensorTable(_names_of_tensors([graph for _, graph in found]))
-    written = [_written(graph, names, tensors, records=graph is module) for _, graph in found]
-    document = written[0]
-    if not isinstance(module, GraphModule):
-        calls = [[count, list(given)] for (count, given), _ in found]
-        document = {"tune": _is_tuned(module), "calls": calls, "graphs": written}
-    try:
-        entries, document["tensors"] = tensors.stored()
-    except NotData as error:
-        raise SaveError(f"the graph module holds {error}, which cannot be saved.") from None
-    for (_, graph), data in zip(found, written, strict=True):
-        _prove(graph, data, names, tensors.tensors)
+    names, root = Names(trusted), _with_graphs(module)
+    with _told(SaveError, f"a {type(module).__name__} cannot be saved"):
+        writer = Writer(names, root)
+        document: dict[str, Any] = writer.document()
+        entries, document["tensors"] = writer.tensors.stored()
+        _compare(root, Reader(names, files.as_read(document), writer.tensors.tensors).modules[0])
     files.write(Path(folder), document, entries)
 
 
@@ -102,45 +94,33 @@ def load(
         ...     fxopt.load(folder)(torch.tensor([-1.0, 1.0]))
         tensor([0., 1.])
     """
-    place, target = Path(folder), None if device is None else torch.device(device)
-    document, entries = files.read(place)
+    document, entries = files.read(Path(folder))
+    with _told(LoadError, f"{Path(folder) / files.GRAPH} cannot be loaded"):
+        tensors = restored(entries, document["tensors"], None if device is None else torch.device(device))
+        made = Reader(Names(trusted), document, tensors).modules[0]
+        if not isinstance(made, GraphModule | GraphSet):
+            raise Refused(f"a {type(made).__name__}, which has no graph")
+        if isinstance(made, GraphSet):
+            made.choose_kernels()
+    return made
+
+
+@contextlib.contextmanager
+def _told(kind: type[Exception], what: str) -> Iterator[None]:
+    """Tell of any error what it means; a file, and the classes of a user, can be made to raise whatever they like."""
     try:
-        tensors = restored(entries, document["tensors"], target)
-        if "graphs" not in document:
-            return _rebuilt(document, Names(trusted), tensors)
-        graphs = [_rebuilt(data, Names(trusted), tensors) for data in document["graphs"]]
-        calls = [(int(count), tuple(map(str, given))) for count, given in document["calls"]]
-        made = GraphSet(zip(calls, graphs, strict=True), bool(document["tune"]))
-        made.choose_kernels()
-        return made
-    except NameRefused as error:
-        raise LoadError(
-            f"{place / files.GRAPH} names {error}, which fxopt does not load: neither an operator of torch nor a class that "
-            "only holds values. If it is a class or function of yours, give it in `trusted`."
-        ) from None
-    except NoSuchDevice as error:
-        raise LoadError(
-            f'{place / files.GRAPH} puts {error}. Say where the tensors go, such as device="cpu".'
-        ) from None
-    except NotData as error:
-        raise LoadError(
-            f"{place / files.GRAPH} holds {error}: it was changed, or another program wrote it."
-        ) from None
-    except FxoptError:
-        raise
-    except Exception as error:  # whatever a file can be made to hold
-        raise LoadError(
-            f"{place / files.GRAPH} describes no graph module ({type(error).__name__}: {error}): save it again."
-        ) from error
+        yield
+    except Refused as error:
+        raise kind(f"{what}: {error}.") from None
+    except Exception as error:
+        raise kind(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def _graphs_in(module: torch.nn.Module) -> Sequence[tuple[Call, GraphModule]]:
-    """The graphs that a module computes by, each with the kind of call for which it is tried."""
-    if isinstance(module, GraphModule):
-        return [((0, ()), module)]
-    if isinstance(module, GraphSet):
-        return [(call, cast(GraphModule, g)) for call, g in zip(module.calls, module.graphs, strict=True)]
-    if not isinstance(module, torch.nn.Module) or original(module) is module:
+def _with_graphs(module: nn.Module) -> GraphModule | GraphSet:
+    """The module itself, or the graphs of an optimized one."""
+    if isinstance(module, GraphModule | GraphSet):
+        return module
+    if not isinstance(module, nn.Module) or original(module) is module:
         raise SaveError(
             f"a {type(module).__name__} is no graph module: capture it first, with fxopt.symbolic_trace or fxopt.trace."
         )
@@ -149,76 +129,21 @@ def _graphs_in(module: torch.nn.Module) -> Sequence[tuple[Call, GraphModule]]:
         raise SaveError(
             f"this module of fxopt.optimize has hooks ({', '.join(hooks)}), which are no part of its graphs: remove them."
         )
-    made = getattr(module, GRAPHS).made()
+    graphs = getattr(module, GRAPHS)
+    made = graphs.made()
     if not made:
         raise SaveError(
             "this module of fxopt.optimize has no graph to save: call it before, under torch.no_grad(), with each kind of "
             "inputs that it is to take. print(module.report) says why there is none where it was called."
         )
-    return made  # type: ignore[no-any-return]
+    return GraphSet(made, bool(graphs.options.tune))
 
 
-def _is_tuned(module: torch.nn.Module) -> bool:
-    return module.tune if isinstance(module, GraphSet) else bool(getattr(module, GRAPHS).options.tune)
-
-
-def _names_of_tensors(graphs: Sequence[GraphModule]) -> dict[int, str]:
-    """A name for each tensor, where it is not that of another one in an earlier graph."""
-    found: dict[str, torch.Tensor] = {}
-    for graph in graphs:
-        for name, tensor in (*graph.named_parameters(), *graph.named_buffers()):
-            found.setdefault(name, tensor)
-    return {id(tensor): name for name, tensor in reversed(found.items())}
-
-
-def _written(graph: GraphModule, names: Names, tensors: TensorTable, records: bool) -> dict[str, Any]:
-    """A graph module as data, but for its tensors; with what undo needs where its records are wanted."""
-    find_record(graph)  # puts marks back that a pickle has dropped
-    writer = ModuleWriter(names, tensors, records)
-    document = {"class_name": graph.__class__.__name__, **write_graph(graph.graph, names)}
-    writer.write_root(graph)
-    return {**document, "modules": writer.written}
-
-
-def _rebuilt(document: Mapping[str, Any], names: Names, tensors: Mapping[str, torch.Tensor]) -> GraphModule:
-    if not is_identifier(document["class_name"]):
-        raise NotData(f"the class name {document['class_name']!r}")
-    reader = ModuleReader(names, document["modules"], tensors)
-    reader.fill()
-    made = reader.graph_module(read_graph(document, names), document["class_name"])
-    for node in made.graph.nodes:
-        if node.op in ("get_attr", "call_module"):
-            _check_target(made, node)
-    return made
-
-
-def _check_target(module: GraphModule, node: torch.fx.Node) -> None:
-    """Raise NotData unless a node reads or calls what the modules hold; no attribute of a class is reached."""
-    *path, last = str(node.target).split(".")
-    owner: Any = module
-    for name in path:
-        owner = modules_of(owner).get(name)
-    held = {} if owner is None else vars(owner) | parameters_of(owner) | buffers_of(owner) | modules_of(owner)
-    is_module = isinstance(held.get(last), torch.nn.Module)
-    if (
-        last not in held
-        or is_module != (node.op == "call_module")
-        or (not is_module and callable(held[last]))
-    ):
-        raise NotData(f"the node {node.name!r} of {node.target!r}, which is not there")
-
-
-def _prove(
-    module: GraphModule, document: dict[str, Any], names: Names, tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Rebuild the module from what would be written, so that what is saved can be loaded."""
-    try:
-        made = _rebuilt(files.as_read(document), names, tensors)
-    except Exception as error:
-        raise SaveError(
-            f"what would be saved could not be loaded ({type(error).__name__}: {error})."
-        ) from error
-    before, after = ([n.format_node() for n in m.graph.nodes] for m in (module, made))
-    if [n.name for n in module.graph.nodes] != [n.name for n in made.graph.nodes] or before != after:
-        wrong = next((one for one, other in zip(before, after, strict=False) if one != other), "its end")
-        raise SaveError(f"what would be saved is not the same graph: {wrong} is lost.")
+def _compare(root: nn.Module, made: nn.Module) -> None:
+    """Raise Refused where what would be loaded has other code, but for the types of nodes that are not kept."""
+    graphs = ([m.graph for m in each.modules() if isinstance(m, GraphModule)] for each in (root, made))
+    for graph, other in zip(*graphs, strict=True):
+        for node, copied in zip(graph.nodes, other.nodes, strict=True):
+            copied.type = node.type
+        if graph.python_code("self").src != other.python_code("self").src:
+            raise Refused("what would be loaded has other code, as where torch.export wrote the graph")

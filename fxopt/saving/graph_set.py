@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -26,46 +26,34 @@ class GraphSet(nn.Module):
 
     def __init__(self, graphs: Iterable[tuple[Call, GraphModule]], tune: bool) -> None:
         super().__init__()
-        found = list(graphs)
-        self.calls, self.tune = tuple(call for call, _ in found), tune
-        self.graphs = nn.ModuleList(graph for _, graph in found)
-        self.training = found[0][1].training
+        calls, made = zip(*graphs, strict=True)
+        self.calls, self.graphs, self.tune = tuple(calls), nn.ModuleList(made), tune
+        self.training = made[0].training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the model does; GuardError where no graph was made for such inputs."""
         call, reasons = (len(args), tuple(kwargs)), list[str]()
         graphs = zip(self.calls, self.graphs, strict=True)
         for (count, names), graph in sorted(graphs, key=lambda each: each[0] != call):  # the order may matter
-            if (count, sorted(names)) == (len(args), sorted(kwargs)):
+            if count == len(args) and set(names) == kwargs.keys():
                 try:
                     return graph(*args, **kwargs)
                 except GuardError as error:
-                    reasons.append(str(error))
+                    reasons.append(str(error).rstrip("."))
+        count, names = self.calls[0]
+        given = f"they are for inputs given {count} by position and {list(names)} by name"
         raise GuardError(
-            f"none of the {len(self.graphs)} saved graphs takes these inputs: {_text(reasons, self.calls)}. The model itself "
-            "would, but it is not saved: call what fxopt.optimize made of it with such inputs, and save that again."
+            f"none of the {len(self.graphs)} saved graphs takes these inputs: {'; '.join(dict.fromkeys(reasons)) or given}. "
+            "The model itself would, but it is not saved: call what fxopt.optimize made of it with such inputs, and save "
+            "that again."
         )
 
     def choose_kernels(self) -> None:
         """Give packed layers the kernels that are the fastest on this machine, for the inputs that they were packed for."""
-        if self.tune:
-            for layer in self.modules():
-                if isinstance(layer, tuple(PACKED.values())):
-                    _choose_kernel(layer)
-
-
-def _choose_kernel(packed: Any) -> None:
-    layer = plain_layer(packed)
-    kernels, exact = kernels_for(layer, rounding=True), kernels_for(layer)
-    if kernels:
-        rounding = packed.kernel in kernels and packed.kernel not in exact
-        packed.kernel, _ = fastest(layer, packed.packed_for, rounding=rounding)
-
-
-def _text(reasons: Sequence[str], calls: Sequence[Call]) -> str:
-    count, names = calls[0]
-    parts = [f"{count} by position"] * bool(count) + [f"{', '.join(names)} by name"] * bool(names)
-    return (
-        "; ".join(dict.fromkeys(reason.rstrip(".") for reason in reasons))
-        or f"they are for inputs given {' and '.join(parts)}"
-    )
+        packed: Any = (layer for layer in self.modules() if isinstance(layer, tuple(PACKED.values())))
+        for layer in packed if self.tune else ():
+            plain = plain_layer(layer)
+            kernels, exact = kernels_for(plain, rounding=True), kernels_for(plain)
+            if kernels:
+                rounding = layer.kernel in kernels and layer.kernel not in exact
+                layer.kernel, _ = fastest(plain, layer.packed_for, rounding=rounding)

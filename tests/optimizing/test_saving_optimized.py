@@ -80,7 +80,8 @@ def test_prefill_and_decoding_hold_each_weight_once(tmp_path):
     fast, ids = fxopt.optimize(model, tune=False), torch.tensor([[5, 9, 31, 4]])
     wanted = fast.generate(ids, max_new_tokens=4, do_sample=False)
     loaded = reloaded(fast, tmp_path)
-    stored = load_file(tmp_path / "fast" / "model.safetensors")
+    (file,) = (tmp_path / "fast").glob("model-*.safetensors")
+    stored = load_file(file)
     assert sum(t.nbytes for t in stored.values()) <= 1.05 * sum(p.nbytes for p in model.parameters())
     given, cache, place = ids, None, 0
     for number in range(4):
@@ -189,8 +190,7 @@ def test_damage_is_an_error(image, tmp_path):
     fxopt.save(fxopt.optimize(image, (x,), tune=False), tmp_path / "fast")
     file = tmp_path / "fast" / "graph.json"
     document = json.loads(file.read_text())
-    assert document["format"] == 2
-    document["calls"] = []
+    document["modules"] = []
     file.write_text(json.dumps(document))
     with pytest.raises(fxopt.LoadError, match="changed since it was saved"):
         fxopt.load(tmp_path / "fast")
