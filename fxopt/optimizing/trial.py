@@ -15,9 +15,10 @@ from torch.fx import Node
 
 from fxopt import effects, graph
 from fxopt.capture import TracedModule
+from fxopt.compare import norm_error, unlike
 from fxopt.graph_index import GraphIndex
 from fxopt.optimizing.inputs import Inputs
-from fxopt.outputs import mapped, relative_error, restored, same_bits, unlike
+from fxopt.outputs import mapped, restored, same_bits
 from fxopt.submodules import parts, split_path, tensors_of
 
 Function = Callable[..., Any]
@@ -85,7 +86,7 @@ class Trial:
             Unused: it leaves something else in the buffers than the model.
         """
         value, left = self._run(function)
-        if unlike(self._left, left) or relative_error(self._left, left) > 1e-2:
+        if unlike(self._left, left) or norm_error(self._left, left) > 1e-2:
             raise Unused("its graph leaves other values in the buffers that the model writes into")
         return value
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fxopt.capture.runtime.input_guard import InputGuard
+from fxopt.compare import compare
 from fxopt.outputs import mapped
 from fxopt.rewriting.transformation import Transformation
-from fxopt.testing.differences import compare
 from fxopt.testing.observations import Call, run_call
 from fxopt.testing.oracle import RTOL_FLOAT64
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import inspect
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
+from fxopt.compare import first_difference, same
 from fxopt.objects import tensors_in
-from fxopt.outputs import first_difference, same_bits
+from fxopt.outputs import same_bits
 from fxopt.rewriting.edits import ADDRESS
 from fxopt.rewriting.record import MARKS, RECORD
 from fxopt.torch_internals import COMPILED, REGISTRIES
@@ -163,13 +162,8 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE | _CACHES}
 
 
-_NEVER_COPIED = (types.FunctionType, type, enum.Enum, torch.dtype, torch.layout, torch.memory_format)
-
-
 def _same(left: Any, right: Any) -> bool:
-    """Tell whether an attribute and its deep copy agree; of objects whose equality means nothing, only the type."""
-    if left is right:
-        return True
+    """Tell whether an attribute and its deep copy agree."""
     if type(left) is not type(right):
         return False
     if isinstance(left, Tensor):
@@ -178,15 +172,10 @@ def _same(left: Any, right: Any) -> bool:
         return [*left] == [*right] and all(_same(item, right[key]) for key, item in left.items())
     if isinstance(left, tuple | list):
         return len(left) == len(right) and all(map(_same, left, right))
-    if isinstance(left, _NEVER_COPIED):
-        return False
-    by_identity = type(left).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
-    if by_identity or isinstance(left, types.MethodType):  # which goes by that of its object
-        return True
     try:
         if hasattr(left, "to_dict"):  # of transformers, where equality asks for private attributes, too
             return bool(left.to_dict() == right.to_dict())
-        return bool(left == right or left != left)
+        return same(left, right)
     except Exception:  # whatever an `__eq__` raises, or an array of truths
         return True
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxopt
+from fxopt.compare import unlike
 from fxopt.kernels import kernels_for
 from fxopt.optimizing import prepare
 from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.trial import Trial, Unused
-from fxopt.outputs import unlike
 from fxopt.testing import randomise
 from tests.modules import module
 
@@ -487,11 +487,16 @@ def test_a_graph_that_may_refuse_after_a_write_is_not_used():
 @pytest.mark.parametrize(
     ("own", "found", "where"),
     [
-        ({"a": torch.ones(2)}, {}, "their structure"),
-        ({"a": torch.ones(2)}, {"a": torch.ones(3)}, "output.a"),
-        ({"a": torch.tensor([1, 2])}, {"a": torch.tensor([1, 3])}, "output.a"),
-        ([1.0, None], [1.0, 2], "output[1]"),
-        ({"a": torch.ones(2)}, {"a": torch.zeros(2)}, None),
+        ({"a": torch.ones(2)}, {}, "the outputs differ in structure: 'output.a' is gone"),
+        (
+            {"a": torch.ones(2)},
+            {"a": torch.ones(3)},
+            "output.a: expected torch.float32 [2], got torch.float32 [3]",
+        ),
+        ({"a": torch.tensor([1, 2])}, {"a": torch.tensor([1, 3])}, "output.a: other numbers"),
+        ([1.0, None], [1.0, 2], "output[1]: expected None, got 2"),
+        ([1.0, None], [2.0, None], "output[0]: expected 1.0, got 2.0"),
+        ({"a": torch.ones(2)}, {"a": torch.zeros(2)}, ""),
     ],
 )
 def test_outputs_must_be_alike_before_errors_are_compared(own, found, where):
