@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import functools
 import math
+import re
 import types
 import zlib
 from typing import Any
@@ -160,7 +161,11 @@ def same(left: object, right: object) -> bool:
     by_identity = type(left).__eq__ is object.__eq__
     if by_identity or isinstance(left, types.MethodType):  # which goes by that of its object
         return not isinstance(left, _NEVER_COPIED)
-    return bool(left == right or (left != left and right != right))
+    try:
+        return bool(left == right or (left != left and right != right))
+    except Exception:  # whatever an `__eq__` raises, or an array of truths
+        one, other = (re.sub("0x[0-9a-f]+", "", repr(each)) for each in (left, right))
+        return one == other
 
 
 _NEVER_COPIED = (types.FunctionType, type, enum.Enum, torch.dtype, torch.layout, torch.memory_format)

@@ -27,6 +27,25 @@ class Holds:
         self.value = value
 
 
+class Raises:
+    """An object that cannot be compared; its text says what it is."""
+
+    __slots__ = ("value",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("neither equal nor not")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Raises, (self.value,)
+
+    def __repr__(self) -> str:
+        return f"Raises({self.value})"
+
+
 def plus(x: Tensor) -> Tensor:
     return x + 1
 
@@ -45,6 +64,7 @@ def plus(x: Tensor) -> Tensor:
         (Holds(1), Holds(2)),
         (Holds(ONES), Holds(ONES + 1)),
         (slice(1), slice(2)),
+        (Raises(1), Raises(2)),
     ],
     ids=repr,
 )
@@ -54,7 +74,7 @@ def test_leaves_that_differ_are_told_apart(left: Any, right: Any) -> None:
 
 
 def test_objects_that_a_copy_makes_anew_are_alike() -> None:
-    assert unchanged([object(), Holds(Holds(1)), math.nan], [object(), Holds(Holds(1)), math.nan])
+    assert unchanged([object(), Holds(Holds(1)), Raises(1)], [object(), Holds(Holds(1)), Raises(1)])
 
 
 def test_an_object_inside_of_itself_is_walked_once() -> None:

@@ -156,6 +156,17 @@ def test_of_what_passes_made_the_wrong_layer_is_named() -> None:
     assert "last, which follows, is" in found.fault
 
 
+def test_a_layer_that_stands_for_a_fold_is_held_against_what_was_folded() -> None:
+    """Its own value of before is another one, which is no fault."""
+    _, before, after = layers(FuseBatchNorm1dInLinear())
+    *_, node = after.graph.find_nodes(op="call_function", target=torch.tanh)
+    node.target = torch.sigmoid
+    after.recompile()
+    found = first_divergence(before, after, [x(5, 6).double()])
+    assert found is not None
+    assert found.node == node.name
+
+
 def test_an_assertion_about_a_model_says_where() -> None:
     model, _, after = layers(*PASSES, ForgetsBias(of=("last",)))
     with pytest.raises(AssertionError, match=r"it first parts at node pad_1 \(module last, .*ForgetsBias"):

@@ -196,17 +196,8 @@ def _drawn(value: Any, seed: int, integers: tuple[int, int], size_of: Callable[[
             if tensor.is_floating_point():
                 tensor.data += torch.rand(tensor.shape, generator=generator).to(tensor.dtype)
         return layer
-    if not isinstance(value, Tensor):
-        return value
-    order = sorted(range(value.ndim), key=lambda dim: -number_of(value.stride(dim)))
-    shape = [size_of(value.shape[dim]) for dim in order]
-    if value.is_floating_point() or value.is_complex():
-        drawn = Numbers(None).like(torch.empty(shape, dtype=value.dtype), seed)
-    else:
-        low, high = (0, 2) if value.dtype == torch.bool else integers
-        low = 0 if value.dtype == torch.uint8 else low
-        drawn = torch.randint(low, high, shape, generator=generator).to(value.dtype)
-    return drawn.permute([order.index(dim) for dim in range(value.ndim)])
+    numbers = Numbers(None, size_of, integers)
+    return numbers.like(value.cpu(), seed) if isinstance(value, Tensor) else value
 
 
 def _wide(value: Any) -> Any:

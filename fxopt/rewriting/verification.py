@@ -42,6 +42,9 @@ RTOL = 1e-9
 SMALLEST = 1e-6
 """The least that the largest value of a row counts as, around a site, where values may cancel each other out."""
 
+ZERO_OR_ONE = (0, 2)
+"""Integers that are indices of most tables."""
+
 
 class Verifier:
     """Compares the pieces of rewritten sites of one graph module, where that was asked for.
@@ -107,24 +110,24 @@ class Verifier:
                     self._readers.setdefault(prefix, []).append(node)
 
     def _compared(self, piece: Piece) -> str | None:
-        dtype = torch.float64 if self._preserves else None
+        dtype, even = torch.float64 if self._preserves else None, not self._preserves
         try:
             smaller = self._smaller_sizes(piece)
-            if smaller and self._differs(piece, Numbers(dtype, smaller, even=not self._preserves)) is None:
+            small = Numbers(dtype, lambda size: smaller.get(number_of(size), number_of(size)), even=even)
+            if smaller and self._differs(piece, small) is None:
                 return None
         except (_Stopped, _CannotRun):
             pass  # its own sizes are in the graph
-        even = not self._preserves
         ways = [
-            Numbers(None, integers=2, even=even),
-            Numbers(dtype, integers=2, even=even),
+            Numbers(None, integers=ZERO_OR_ONE, even=even),
+            Numbers(dtype, integers=ZERO_OR_ONE, even=even),
             Numbers(dtype, even=even),
         ]
         while True:
             try:
                 return self._differs(piece, ways[-1])
             except _Stopped as stopped:
-                if stopped.name in piece.around and ways[-1].integers == 2:
+                if stopped.name in piece.around and ways[-1].integers == ZERO_OR_ONE:
                     piece.leave_out(stopped.name)
                 elif len(ways) > 1:
                     ways.pop()
