@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fxopt.capture.runs.own_copies import Examples
+from fxopt.compare import tensor_error
 from fxopt.objects import attributes, is_open, tensors_in
 from fxopt.outputs import plain, strides_of
 from fxopt.torch_internals import storage_identity
@@ -185,8 +186,7 @@ def _content_difference(left: Content, right: Content) -> str | None:
 def _same_numbers(left: torch.Tensor, right: torch.Tensor, limit: float) -> bool:
     if torch.equal(left, right) or left.shape != right.shape:
         return left.shape == right.shape
-    largest = float(left.abs().nan_to_num(0.0, 0.0, 0.0).max()) if limit else 0.0
-    return bool(torch.isclose(left, right, rtol=0.0, atol=limit * largest, equal_nan=True).all())
+    return bool(limit) and tensor_error(left, right)[1] <= limit
 
 
 def _sharing(values: Any) -> list[int]:
