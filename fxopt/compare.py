@@ -192,8 +192,9 @@ def tensor_error(expected: Tensor, actual: Tensor, nan_anywhere: bool = False) -
         other = _numbers(actual)
         if all(kind(values).any() == kind(other).any() for kind in (torch.isnan, torch.isinf)):
             gap = gap.where(values.isfinite() & other.isfinite(), 0.0)
-    absolute, largest = float(gap.max()), _largest(values, gap)
-    return absolute, absolute / largest if largest else (0.0 if absolute == 0 else math.inf)
+    absolute = float(gap.max())
+    largest = [(float(each.max()), float(_finite(part).abs().max())) for part, each in _parts(values, gap)]
+    return absolute, max(far / size if size else (math.inf if far else 0.0) for far, size in largest)
 
 
 def row_error(expected: object, actual: object, least: float, own: object = None) -> float:
@@ -234,9 +235,10 @@ def norm_errors(expected: object, actual: object, integers: bool = False) -> lis
 
 def cosine_similarity(expected: object, actual: object) -> float:
     """The least cosine between two floating tensors of two outputs, as long vectors."""
-    sides = (tuple(_numbers(each).flatten() for each in both) for both in _vectors(expected, actual))
+    sides = [part for both in _vectors(expected, actual) for part in _parts(*map(_numbers, both))]
+    vectors = ((left.flatten(), right.flatten()) for left, right in sides if left.norm() > 0)
     cosine = functools.partial(torch.nn.functional.cosine_similarity, dim=0)
-    return min((float(cosine(*both)) for both in sides if both[0].norm() > 0), default=1.0)
+    return min((float(cosine(*both)) for both in vectors), default=1.0)
 
 
 def ulps(expected: object, actual: object) -> float:
@@ -313,15 +315,18 @@ FILL = 1e6
 """A number of this size, and as many times larger than all others, stands in places that a mask hides."""
 
 
-def _largest(values: Tensor, gap: Tensor) -> float:
-    """The largest finite value; not one that fills masked places alike in both, beside which no error would be seen."""
-    sizes = values.abs()[values.isfinite()]
-    largest = float(sizes.max()) if sizes.numel() else 0.0
-    others = sizes[sizes != largest]
-    if largest >= FILL and others.numel() and not bool(gap[values.abs() == largest].any()):
-        rest = float(others.max())
-        return rest if 0 < rest < largest / FILL else largest
-    return largest
+def _parts(values: Tensor, others: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Numbers with those at the same places; what fills masked places, beside which no error would be seen, apart."""
+    sizes = _finite(values).abs()
+    filling = sizes > sizes.max() / 2
+    rest = sizes[~filling]
+    if sizes.max() < FILL or not rest.any() or rest.max() >= sizes.max() / FILL:
+        return [(values, others)]
+    return [(values[mask], others[mask]) for mask in (filling, ~filling)]
+
+
+def _finite(values: Tensor) -> Tensor:
+    return values.where(values.isfinite(), 0.0)
 
 
 def _vectors(expected: object, actual: object, integers: bool = False) -> list[tuple[Tensor, Tensor]]:
@@ -341,9 +346,8 @@ def _vectors(expected: object, actual: object, integers: bool = False) -> list[t
 def _norm_error(expected: Tensor, actual: Tensor) -> float:
     if expected.shape != actual.shape:
         return math.inf
-    values, gap = _gap(expected, actual)
-    size = float(values.where(values.isfinite(), 0.0).norm())
-    return float(gap.norm()) / (size or 1.0)
+    parts = _parts(*_gap(expected, actual))
+    return max(float(gap.norm()) / (float(_finite(values).norm()) or 1.0) for values, gap in parts)
 
 
 def _ulps(expected: Tensor, actual: Tensor) -> float:

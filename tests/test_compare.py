@@ -136,3 +136,17 @@ def test_the_cosine_is_the_least_and_knows_no_zero_vector() -> None:
     one, other = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])
     assert cosine_similarity((one, one), (one, other)) == pytest.approx(0.5**0.5)
     assert cosine_similarity(torch.zeros(2), other) == 1
+
+
+@pytest.mark.parametrize("fill", [-1e30, torch.finfo(torch.float32).min, -1e9])
+def test_what_fills_masked_places_hides_nothing(fill: float) -> None:
+    right = torch.tensor([[3.0, 4.0, fill], [0.0, 0.0, fill]], dtype=torch.float64)
+    wrong = right.float() + torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    assert compare(right, wrong, dtypes=False).max_rel == pytest.approx(0.25)
+    assert norm_error(right, wrong) == pytest.approx(0.2)
+    assert cosine_similarity(right, right.float() * torch.tensor([-1.0, 1.0, 1.0])) < 0.5
+    missing = right.clone()
+    missing[1, 2] = 5.0
+    assert compare(right, missing).max_rel == pytest.approx(1)
+    assert norm_error(right, missing) > 0.5
+    assert compare(missing, right).max_rel >= 0.5

@@ -503,6 +503,19 @@ def test_outputs_must_be_alike_before_errors_are_compared(own, found, where):
     assert unlike(own, found) == where
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_graph_with_other_outputs_is_not_used(precision):
+    exact = {"a": torch.tensor([3.0, 4.0, -1e30]).double(), "n": 2}
+    own = {"a": torch.tensor([3.0, 4.0, -1e30]), "n": 2}
+    prepare._judge(exact, own, {"a": own["a"] * (1 + 1e-7), "n": 2}, precision, {}, lambda: own)
+    with pytest.raises(Unused, match="differ from eager's: output.n: expected 2, got 3"):
+        prepare._judge(exact, own, {**own, "n": 3}, precision, {}, lambda: own)
+    with pytest.raises(Unused, match="less exact|cosine"):  # beside what fills masked places
+        prepare._judge(
+            exact, own, {"a": torch.tensor([4.0, -3.0, -1e30]), "n": 2}, precision, {}, lambda: own
+        )
+
+
 def test_what_overflows_in_the_model_is_no_measure():
     exact, own = {"a": torch.ones(4).double()}, {"a": torch.tensor([1, 1, 1, float("inf")])}
     with pytest.raises(Unused, match="less exact than eager's"):
