@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import functools
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fxopt.errors import GuardError
 from fxopt.graph import branches_of
 from fxopt.outputs import mapped
-from fxopt.torch_internals import TorchDispatchMode, pytree, schema_of
+from fxopt.torch_internals import TorchDispatchMode, converter_of, pytree, schema_of
 
+M = TypeVar("M", bound=nn.Module)
 _LOWER = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -72,6 +75,37 @@ def _in(dtype: torch.dtype, value: Any) -> Any:
         return dtype if isinstance(leaf, torch.dtype) and leaf in _LOWER else leaf
 
     return pytree.tree_map(one, value)
+
+
+def in_float64(module: M) -> M:
+    """Copy a module deeply, with floating parameters and buffers in float64, complex ones in complex128.
+
+    Raises:
+        GuardError: if `module` is a graph with dtype constants, which a copy in float64 cannot have.
+        TypeError: if `module` is not a `torch.nn.Module`.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"a {type(module).__name__} is no torch.nn.Module: make a function the forward of one"
+        )
+    copied = copy.deepcopy(module)
+    # A buffer of two layers is converted once, and stays one.
+    try:
+        converter_of(copied)(functools.cache(lambda t: t.to(wide_dtype(t, torch.float64))))
+    except GuardError as error:
+        raise GuardError(
+            f"{type(module).__name__}: the graph contains dtype constants, so a float64 copy is not possible. Capture "
+            "`model.double()` as well and pass `float64=(before, after)`."
+        ) from error
+    forward = copied.forward
+
+    @functools.wraps(forward)
+    def in_mode(*args: Any, **kwargs: Any) -> Any:
+        with Float64():  # a forward may make tensors, or name a dtype
+            return forward(*args, **kwargs)
+
+    copied.forward = in_mode
+    return copied
 
 
 def run_in_float64(traced: GraphModule, values: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Outputs of models: their leaves, copies and distances, and the buffers that a call leaves, to be put back."""
+"""Outputs of models: their leaves and the numbers in these, copies, and the buffers that a call leaves, to be put back."""
 
 from __future__ import annotations
 
@@ -22,45 +22,17 @@ def leaves(value: object, path: str = "output") -> Iterator[tuple[str, object]]:
         >>> [path for path, _ in leaves({"logits": 1.0, "states": (2, 3), 1: None})]
         ['output.logits', 'output.states[0]', 'output.states[1]', 'output[1]']
     """
-    return ((place, item) for place, item in _walk(value, path) if _entries(item) is None)
+    return ((place, item) for place, item in walked(value, path) if entries(item) is None)
+
+
+def tensors(value: object) -> list[Tensor]:
+    """The tensors among the leaves."""
+    return [item for _, item in leaves(value) if isinstance(item, Tensor)]
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """A deep copy of nested values, with `function(tensor)` for each tensor."""
     return copy.deepcopy(value, {id(tensor): function(tensor) for tensor in tensors_in(value)})
-
-
-def pairs(expected: object, actual: object, path: str = "output") -> list[tuple[str, Any, Any]]:
-    """The leaves of two values, side by side; raises `AssertionError` where they differ in structure."""
-    sides = [list(_walk(value, path)) for value in (expected, actual)]
-    for (place, left), (_, right) in zip(*sides, strict=False):
-        containers = [_entries(value) is not None for value in (left, right)]
-        if any(containers) and type(left) is not type(right):
-            raise AssertionError(f"{place}: expected {_a(left)}, got {_a(right)}")
-    left_paths, right_paths = ([place for place, _ in side] for side in sides)
-    if left_paths != right_paths:
-        raise AssertionError(f"the outputs differ in structure: {first_difference(left_paths, right_paths)}")
-    return [
-        (place, left, right)
-        for (place, left), (_, right) in zip(*sides, strict=True)
-        if _entries(left) is None
-    ]
-
-
-def _a(value: object) -> str:
-    plain = value is None or isinstance(value, int | float | str)
-    return repr(value) if plain else f"a {type(value).__name__}"
-
-
-def first_difference(before: Any, after: Any) -> str:
-    """The first of two sequences of lines or entries that differs, in words."""
-    if isinstance(before, str):
-        before, after = before.splitlines(), after.splitlines()
-    for old, new in zip(before, after, strict=False):
-        if old != new:
-            return f"{old!r} became {new!r}"
-    longer, word = (before, "is gone") if len(before) > len(after) else (after, "is new")
-    return f"{longer[min(len(before), len(after))]!r} {word}"
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -76,9 +48,14 @@ def plain(tensor: Tensor) -> Tensor:
     """The numbers of a tensor that lies in memory otherwise than by strides, or that torch does not compute with."""
     if tensor.is_nested:
         return torch.cat([each.flatten() for each in tensor.unbind()])
-    if tensor.layout != torch.strided:
-        return tensor.to_dense()
-    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+    if tensor.is_quantized or tensor.layout != torch.strided:
+        return tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        return tensor.float()
+    return tensor.to(_SIGNED[tensor.dtype]) if tensor.dtype in _SIGNED else tensor
+
+
+_SIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 
 
 def bits_of(tensor: Tensor) -> Tensor:
@@ -88,6 +65,13 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def strides_of(tensor: Tensor) -> list[int]:
+    """The strides that count: those of dimensions with more than one entry."""
+    if tensor.layout != torch.strided or tensor.is_nested or not tensor.numel():
+        return []
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 @contextlib.contextmanager
@@ -116,49 +100,16 @@ def restored(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[dict[
                     tensor.copy_(values)
 
 
-def relative_error(exact: Any, found: Any) -> float:
-    """The largest distance of a floating tensor from the exact one, by the norm of that one; infinite where it is unlike it."""
-    return max(relative_errors(exact, found), default=0.0)
-
-
-def relative_errors(exact: Any, found: Any) -> list[float]:
-    """The distance of each floating tensor from the exact one, as `relative_error` measures it."""
-    return [_distance(left, right) for left, right in _floating(exact, found)]
-
-
-def unlike(own: Any, found: Any) -> str | None:
-    """Where two outputs differ in structure, shapes, dtypes, or in what is no floating tensor; None where they are alike."""
-    try:
-        both = pairs(own, found)
-    except AssertionError:
-        return "their structure"
-    for path, value, other in both:
-        if isinstance(value, Tensor) and isinstance(other, Tensor):
-            alike = value.shape == other.shape and value.dtype == other.dtype
-            if not alike or (not value.is_floating_point() and not torch.equal(value, other)):
-                return path
-        elif type(value) is not type(other):
-            return path
-    return None
-
-
-def cosine_similarity(exact: Any, found: Any) -> float:
-    """The least cosine between a floating tensor and the exact one."""
-    cosines = [
-        float(torch.nn.functional.cosine_similarity(left.flatten(), right.double().flatten(), dim=0))
-        for left, right in _floating(exact, found)
-        if left.norm() > 0
-    ]
-    return min(cosines, default=1.0)
-
-
-def _walk(value: object, path: str) -> Iterator[tuple[str, object]]:
+def walked(value: object, path: str, around: tuple[object, ...] = ()) -> Iterator[tuple[str, object]]:
+    """A nested value and all that is in it, containers and leaves, with their paths; an object inside of itself once."""
     yield path, value
-    for key, item in _entries(value) or ():
-        yield from _walk(item, path + key)
+    around = (*around, value)
+    for key, item in entries(value) or ():
+        if not any(item is each for each in around):
+            yield from walked(item, (path + key).lstrip("."), around)
 
 
-def _entries(value: object) -> list[tuple[str, object]] | None:
+def entries(value: object) -> list[tuple[str, object]] | None:
     """The parts of a container, by the end of their paths; `None` for a leaf."""
     if isinstance(value, Tensor):
         return None
@@ -176,25 +127,3 @@ def _entries(value: object) -> list[tuple[str, object]] | None:
 
 def _key(key: object) -> str:
     return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
-
-
-def _floating(exact: Any, found: Any) -> list[tuple[Tensor, Tensor]]:
-    """The floating tensors of two outputs, at the same places."""
-    return [
-        (left, right)
-        for (_, left), (_, right) in zip(leaves(exact), leaves(found), strict=False)
-        if isinstance(left, Tensor)
-        and isinstance(right, Tensor)
-        and left.is_floating_point()
-        and left.numel()
-    ]
-
-
-def _distance(exact: Tensor, found: Tensor) -> float:
-    exact, found = exact.double(), found.double()
-    same = (exact == found) | (exact.isnan() & found.isnan())
-    distance = torch.where(same, 0.0, exact - found)
-    if not distance.isfinite().all():
-        return float("inf")
-    size = float(torch.where(exact.isfinite(), exact, 0.0).norm())
-    return float(distance.norm()) / size if size else float(distance.norm())

@@ -124,6 +124,18 @@ def test_sizes_that_a_graph_leaves_free_are_varied():
     assert "other sizes" not in Oracle(model, kwargs=inputs, captured=fixed).probes
 
 
+def test_a_graph_is_not_asked_for_what_it_refuses():
+    class Branch(nn.Module):
+        def forward(self, x):
+            return x * 2 if x.sum() > 0 else x * 3
+
+    x = X.abs()
+    traced = fxopt.trace(Branch(), (x,), specialize=True)
+    oracle = Oracle(Branch(), [x], captured=copy.deepcopy(traced))
+    assert oracle.judge(traced).grade is Grade.BIT_EXACT
+    assert "other values" in Oracle(Branch(), [x]).probes
+
+
 def test_inputs_are_compared_after_the_call():
     class Writes(nn.Module):
         def __init__(self, step):

@@ -405,6 +405,30 @@ def test_what_knows_no_float64_is_run_in_its_own_dtype():
         ]
 
 
+@dataclasses.dataclass
+class Held:
+    value: torch.Tensor
+
+
+class Holds(nn.Module):
+    def forward(self, x):
+        return Held(x * 3)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_tensors_in_an_object_are_compared(factor):
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, m, module_qualified_name):
+            return isinstance(m, Holds)
+
+    model = Use(lambda m, x: m.layer(x), layer=Holds())
+    graph_module = torch.fx.GraphModule(model, Tracer().trace(model))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        Calls(factor)(graph_module, verify=(X,))
+    assert [w.category for w in said] == ([VerificationWarning] if factor > 1 else [])
+
+
 def test_complex_numbers_are_computed_in_complex128():
     layers = {name: nn.Linear(4, 4, dtype=torch.complex64) for name in ("a", "b")}
     x = torch.randn(3, 4, dtype=torch.complex64)

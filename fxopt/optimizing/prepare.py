@@ -17,6 +17,7 @@ from fxopt.capture import TracedModule, trace_method
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.input_specs import TensorSpec
 from fxopt.capture.runtime.traced_module import ASSIGNED
+from fxopt.compare import cosine_similarity, norm_error, norm_errors, unlike
 from fxopt.errors import FxoptError
 from fxopt.float64 import run_in_float64
 from fxopt.kernels import PACKED
@@ -24,7 +25,6 @@ from fxopt.optimizing.inputs import Inputs, Sizes, dynamic_shapes, text_of
 from fxopt.optimizing.lowering import Lowered, lowered
 from fxopt.optimizing.report import GraphReport
 from fxopt.optimizing.trial import Trial, Unused, speedup
-from fxopt.outputs import cosine_similarity, relative_error, relative_errors, unlike
 from fxopt.packing import Tune
 from fxopt.passes import fold_scale_and_shift
 from fxopt.passes.change_precision import ChangePrecision
@@ -106,7 +106,7 @@ def prepare(
         if places:
             if not options.keep_model:
                 raise Unused(f"the forward assigns {places[0][1]!r} to the model, which is not kept")
-            own = own, tuple(getattr(model.get_submodule(path), name) for path, name in places)
+            own = own, trial.assigned(model)
         exact = run_in_float64(traced, inputs.bound(traced))
         made = _rewritten(model, traced, options, facts)
         found = trial.run(made.function)
@@ -220,16 +220,16 @@ def _judge(
     """
     where, least = unlike(own, found), PRECISIONS[precision]
     if where:
-        raise Unused(f"the outputs of the graph differ from eager's in {where}")
-    theirs, mine = relative_error(exact, own), relative_error(exact, found)
+        raise Unused(f"the outputs of the graph differ from eager's: {where}")
+    theirs, mine = norm_error(exact, own), norm_error(exact, found)
     facts["error"] = mine / max(theirs, torch.finfo(torch.float32).eps)
     if SOMETHING_ELSE < theirs < float("inf"):
         raise Unused("its graph in float64 computes something else than the model")
     if least is None:
         if not _is_rounding(mine, min(theirs, MOST_ROUNDING)):
-            runs = [relative_errors(exact, value) for value in (own, *(moved() for _ in range(ROUNDINGS)))]
+            runs = [norm_errors(exact, value) for value in (own, *(moved() for _ in range(ROUNDINGS)))]
             most = (min(max(errors), MOST_ERROR_SEEN) for errors in zip(*runs, strict=True))
-            if not all(map(_is_rounding, relative_errors(exact, found), most)):
+            if not all(map(_is_rounding, norm_errors(exact, found), most)):
                 raise Unused("the outputs of the graph are less exact than eager's, measured against float64")
         return
     facts["cosine"] = cosine_similarity(exact, found)

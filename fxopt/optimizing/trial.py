@@ -15,9 +15,11 @@ from torch.fx import Node
 
 from fxopt import effects, graph
 from fxopt.capture import TracedModule
+from fxopt.capture.runtime.traced_module import ASSIGNED
+from fxopt.compare import norm_error, unlike
 from fxopt.graph_index import GraphIndex
 from fxopt.optimizing.inputs import Inputs
-from fxopt.outputs import mapped, relative_error, restored, same_bits, unlike
+from fxopt.outputs import mapped, restored, same_bits
 from fxopt.submodules import parts, split_path, tensors_of
 
 Function = Callable[..., Any]
@@ -49,7 +51,7 @@ class Trial:
     def __init__(self, model: nn.Module, traced: TracedModule, inputs: Inputs) -> None:
         index, own = GraphIndex(traced), dict(tensors_of({"": model}))
         self.places: list[tuple[str, str]] = []
-        self._model, self._inputs = model, inputs
+        self._model, self._traced, self._inputs = model, traced, inputs
         self._written = {name: tensor for name, tensor in own.items() if index.memory.writer_of(tensor)}
         self._left: dict[str, Tensor] = {}
         self._generator = torch.Generator().manual_seed(0)  # of its own: who draws numbers gets the same
@@ -85,7 +87,7 @@ class Trial:
             Unused: it leaves something else in the buffers than the model.
         """
         value, left = self._run(function)
-        if unlike(self._left, left) or relative_error(self._left, left) > 1e-2:
+        if unlike(self._left, left) or norm_error(self._left, left) > 1e-2:
             raise Unused("its graph leaves other values in the buffers that the model writes into")
         return value
 
@@ -102,7 +104,15 @@ class Trial:
             return nn.Parameter(tensor.nextafter(torch.where(draws < 0.5, -torch.inf, torch.inf)), False)
 
         memo = {id(tensor): neighbour(tensor) for _, tensor in tensors_of({"": self._model})}
-        return self._inputs.call(getattr(copy.deepcopy(self._model, memo), self._inputs.method))
+        copied = copy.deepcopy(self._model, memo)
+        value = self._inputs.call(getattr(copied, self._inputs.method))
+        return (value, self.assigned(copied)) if self._traced.meta.get(ASSIGNED) else value
+
+    def assigned(self, model: nn.Module) -> tuple[Any, ...]:
+        """The values of the attributes that the forward assigns, of the model or a copy."""
+        return tuple(
+            getattr(model.get_submodule(path), name) for path, name in self._traced.meta.get(ASSIGNED, ())
+        )
 
     def repeatable(self, function: Function, ask: Callable[[], object] = bool) -> Function:
         """A function that puts back what each call writes, and asks something before."""

@@ -8,12 +8,9 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from fxopt.rewriting.attempt import found_by
 from fxopt.rewriting.explanation import Refusal, node_of
 from fxopt.rewriting.rewrite import ReversibleRewrite, Rewrite
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.rewriting.snapshot import Snapshot
-from fxopt.submodules import sharing_copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +56,3 @@ class AtSites(ReversibleRewrite[Any]):
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Node]) -> bool:
         """As the pass says."""
         return self.rewrite.opens_sites(graph_module, sites)
-
-
-def site_names(rewrite: Rewrite[Any], graph_module: GraphModule) -> list[str]:
-    """The nodes that stand for the sites of a pass, also for those that it opens; the graph module stays as it is."""
-    try:
-        copied = sharing_copy(graph_module)
-        found, _ = rewrite._rewrite_sites(Rewriter(copied, rewrite.signature), Snapshot(copied), False)
-        return [node for node, _ in found.sites]
-    except Exception:  # it raises at one of them, which is perhaps why they are asked for
-        sites = found_by(rewrite, graph_module)
-        return [node_of(site).name for site in sites if not isinstance(site, Refusal)]

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from fxopt import graph
+from fxopt.compare import Unlike, pairs, row_error, text_of
 from fxopt.errors import PassError
 from fxopt.float64 import Float64
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
-from fxopt.rewriting.agreement import error_of, text_of, unlike
 from fxopt.rewriting.random_inputs import Numbers, number_of
 from fxopt.rewriting.weights import options_of
 
@@ -156,16 +156,19 @@ def _gradients(function: Callable[..., Any], drawn: Mapping[str, Any]) -> list[T
 
 
 def _difference(truth: _Run, made: _Run) -> str | None:
-    pairs = [("the value", truth.wide, made.wide), ("the gradient", truth.gradients, made.gradients)]
-    reason = unlike(truth.own, made.own, True)
-    if reason:
-        return f"the value of replacement is {reason}"
-    for what, expected, actual in pairs:
-        if reason := unlike(expected, actual, False):
-            return f"{what} of replacement is {reason}"
-        if (error := error_of(expected, actual, 1e-30)) > RTOL:
-            return f"{what} of replacement is off by {error:.2g} of the largest value in its row, in float64"
-    if error_of(truth.inputs, made.inputs, 1e-30) > 0:
+    what = "the value"
+    try:
+        pairs(truth.own, made.own)
+        results = {"the value": (truth.wide, made.wide), "the gradient": (truth.gradients, made.gradients)}
+        for what, (expected, actual) in results.items():
+            pairs(expected, actual, dtypes=False)
+            if (error := row_error(expected, actual, 1e-30)) > RTOL:
+                return (
+                    f"{what} of replacement is off by {error:.2g} of the largest value in its row, in float64"
+                )
+    except Unlike as differs:
+        return f"{what} of replacement is {differs.actual}, it was {differs.expected}"
+    if row_error(truth.inputs, made.inputs, 1e-30) > 0:
         return "replacement writes into its inputs"
     return None
 
@@ -193,17 +196,8 @@ def _drawn(value: Any, seed: int, integers: tuple[int, int], size_of: Callable[[
             if tensor.is_floating_point():
                 tensor.data += torch.rand(tensor.shape, generator=generator).to(tensor.dtype)
         return layer
-    if not isinstance(value, Tensor):
-        return value
-    order = sorted(range(value.ndim), key=lambda dim: -number_of(value.stride(dim)))
-    shape = [size_of(value.shape[dim]) for dim in order]
-    if value.is_floating_point() or value.is_complex():
-        drawn = Numbers(None).like(torch.empty(shape, dtype=value.dtype), seed)
-    else:
-        low, high = (0, 2) if value.dtype == torch.bool else integers
-        low = 0 if value.dtype == torch.uint8 else low
-        drawn = torch.randint(low, high, shape, generator=generator).to(value.dtype)
-    return drawn.permute([order.index(dim) for dim in range(value.ndim)])
+    numbers = Numbers(None, size_of, integers)
+    return numbers.like(value.cpu(), seed) if isinstance(value, Tensor) else value
 
 
 def _wide(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,27 +17,27 @@ class Numbers:
 
     Attributes:
         dtype: the dtype to compute in; None for that of the values and weights.
-        sizes: what to take in the place of sizes.
-        integers: integers are less.
+        size_of: gives the number to take for a size.
+        integers: the least integer, and the first that is too large.
         unit: what numbers are multiples of; None for any.
         even: whether numbers are of one scale; else some are large, small or zero.
     """
 
     dtype: torch.dtype | None
-    sizes: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    integers: int = 128
+    size_of: Callable[[Any], int] = lambda size: number_of(size)
+    integers: tuple[int, int] = (0, 128)
     unit: float | None = None
     even: bool = False
 
     def like(self, value: Any, seed: int) -> Any:
         """Random values of the shape, dtype and order in memory of a tensor, large, small and zero among them."""
         if isinstance(value, torch.SymInt):
-            return self._size(value)
+            return self.size_of(value)
         if not isinstance(value, Tensor):
             return value
         strides = [number_of(stride) for stride in value.stride()]
         order = sorted(range(value.ndim), key=lambda dim: -strides[dim])
-        shape = [self._size(value.shape[dim]) for dim in order]
+        shape = [self.size_of(value.shape[dim]) for dim in order]
         generator = torch.Generator().manual_seed(seed)
         numbers = self._drawn(value, shape, generator)
         if value.is_complex():
@@ -48,8 +48,9 @@ class Numbers:
     def _drawn(self, value: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
         if not (value.is_floating_point() or value.is_complex()):
             # An index that is too large is an error on a CPU, and the end of the process elsewhere.
-            below = 2 if value.dtype == torch.bool or value.device.type != "cpu" else self.integers
-            return torch.randint(0, below, shape, generator=generator)
+            careful = value.dtype == torch.bool or value.device.type != "cpu"
+            low, high = (0, 2) if careful else self.integers
+            return torch.randint(low if value.dtype.is_signed else 0, high, shape, generator=generator)
         if self.unit is not None:
             few = torch.tensor([1.0, -1.0, 2.0, -2.0, 3.0, 7.0], dtype=torch.float64)
             # Each of them, also in a small tensor.
@@ -61,10 +62,6 @@ class Numbers:
             numbers = numbers * scales[torch.randint(0, len(scales), shape, generator=generator)]
             numbers[-1:] *= 1e-4 if len(numbers) > 1 else 1  # what is large overflows in some rows alone
         return numbers
-
-    def _size(self, size: Any) -> int:
-        number = number_of(size)
-        return self.sizes.get(number, number)
 
 
 def number_of(size: Any) -> int:

@@ -49,7 +49,7 @@ def call_of(node: Node, module: nn.Module | None = None) -> Call | None:
         (Call(name='softmax', arguments={'self': x, 'dim': -1}), True)
     """
     if module is not None:
-        value = graph.input_of(node, module)
+        value = graph.input_of(node, module) if is_torch_module(module) else None
         inner = _inside(module) if value is not None else None
         if inner is None:
             return None

@@ -21,12 +21,12 @@ from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fxopt import graph
+from fxopt.compare import Unlike, epsilon, norm_error, pairs, row_error
 from fxopt.constants import computed_constant, constants_of, is_changing
 from fxopt.errors import PassError
 from fxopt.float64 import wide_dtype
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
-from fxopt.rewriting.agreement import distance, epsilon, error_of, unlike
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Reference
 from fxopt.rewriting.piece import Piece, Read, weights_of
 from fxopt.rewriting.random_inputs import Numbers, number_of
@@ -41,6 +41,9 @@ RTOL = 1e-9
 
 SMALLEST = 1e-6
 """The least that the largest value of a row counts as, around a site, where values may cancel each other out."""
+
+ZERO_OR_ONE = (0, 2)
+"""Integers that are indices of most tables."""
 
 
 class Verifier:
@@ -107,24 +110,24 @@ class Verifier:
                     self._readers.setdefault(prefix, []).append(node)
 
     def _compared(self, piece: Piece) -> str | None:
-        dtype = torch.float64 if self._preserves else None
+        dtype, even = torch.float64 if self._preserves else None, not self._preserves
         try:
             smaller = self._smaller_sizes(piece)
-            if smaller and self._differs(piece, Numbers(dtype, smaller, even=not self._preserves)) is None:
+            small = Numbers(dtype, lambda size: smaller.get(number_of(size), number_of(size)), even=even)
+            if smaller and self._differs(piece, small) is None:
                 return None
         except (_Stopped, _CannotRun):
             pass  # its own sizes are in the graph
-        even = not self._preserves
         ways = [
-            Numbers(None, integers=2, even=even),
-            Numbers(dtype, integers=2, even=even),
+            Numbers(None, integers=ZERO_OR_ONE, even=even),
+            Numbers(dtype, integers=ZERO_OR_ONE, even=even),
             Numbers(dtype, even=even),
         ]
         while True:
             try:
                 return self._differs(piece, ways[-1])
             except _Stopped as stopped:
-                if stopped.name in piece.around and ways[-1].integers == 2:
+                if stopped.name in piece.around and ways[-1].integers == ZERO_OR_ONE:
                     piece.leave_out(stopped.name)
                 elif len(ways) > 1:
                     ways.pop()
@@ -161,18 +164,21 @@ class Verifier:
             return f"{stopped.name} does not run any more: {stopped.reason}"
         labels = [*(now for _, now in piece.outputs), *(read.new for read in piece.reads)]
         for label, expected, actual in zip(labels, truth, result, strict=True):
-            if reason := unlike(expected, actual, self._preserves):
-                # Perhaps a node names the dtype that the model has.
-                return self._differs_on(piece, own_numbers) if numbers.dtype else f"{label} is {reason}"
+            try:
+                pairs(expected, actual, dtypes=self._preserves)
+            except Unlike as differs:
+                if numbers.dtype:  # perhaps a node names the dtype that the model has
+                    return self._differs_on(piece, own_numbers)
+                return f"{label} is {differs.actual}, it was {differs.expected}"
         if not self._preserves:
             return self._beyond_tolerance(labels, truth, result)
         least = [SMALLEST if label in piece.around else 1e-30 for label in labels]
         limits = [RTOL if numbers.dtype else 64 * epsilon(truth)] * len(labels)
-        errors = [*map(error_of, truth, result, least)]
+        errors = [*map(row_error, truth, result, least)]
         if numbers.dtype and piece.rounds and max(errors, default=0.0) > RTOL:
             own = self._run(piece, False, inputs, own_numbers)
-            limits = [2 * error + 16 * epsilon(own) for error in map(error_of, truth, own, least, own)]
-            errors = [*map(error_of, truth, result, least, own)]
+            limits = [2 * error + 16 * epsilon(own) for error in map(row_error, truth, own, least, own)]
+            errors = [*map(row_error, truth, result, least, own)]
         for label, error, limit in zip(labels, errors, limits, strict=True):
             if error > limit:
                 return f"{label} differs by {error:.2g} of the largest value in its row; the limit is {limit:.2g}"
@@ -193,7 +199,7 @@ class Verifier:
     ) -> str | None:
         if self._tolerance is not None:
             for label, expected, actual in zip(labels, truth, result, strict=True):
-                error = distance(expected, actual)
+                error = norm_error(expected, actual, integers=True)
                 if not error <= self._tolerance:
                     return f"{label} moves by {error:.2g} of its norm; the tolerance is {self._tolerance:.2g}"
         return None

@@ -55,21 +55,14 @@ def in_memory(tensor: Tensor) -> bool:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors have an entry in common, or lie in one memory as entries of other sizes."""
+    size = one.element_size()
     if storage_of(one) != storage_of(other):
         return False
-    if one is other or one.data_ptr() == other.data_ptr():
+    if size != other.element_size() or one.data_ptr() == other.data_ptr():
         return True
-    places = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool)
-    _bytes(one, places).fill_(True)
-    return bool(_bytes(other, places).any())
-
-
-def _bytes(tensor: Tensor, places: Tensor) -> Tensor:
-    """The places in memory that a tensor has, byte by byte."""
-    size = tensor.element_size()
-    # An expanded dimension has one place for all its entries, and cannot be written as several.
-    dims = [
-        (n if stride else 1, stride * size) for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ]
-    shape, strides = [n for n, _ in dims], [step for _, step in dims]
-    return places.as_strided([*shape, size], [*strides, 1], tensor.storage_offset() * size)
+    entries = torch.arange(one.untyped_storage().nbytes() // size)
+    places = [entries.as_strided(each.shape, each.stride(), each.storage_offset()) for each in (one, other)]
+    taken = torch.zeros(len(entries), dtype=torch.bool)
+    taken[places[0].flatten()] = True
+    return bool(taken[places[1]].any())

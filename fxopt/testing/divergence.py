@@ -1,18 +1,23 @@
-"""Where a changed graph parts from the original, in words: a node, its place in the model, the pass that touched it."""
+"""Where a changed graph first diverges: both graphs are run node by node, and values of nodes are compared by name."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from fxopt import graph
+from fxopt.compare import Unlike, pairs, tensor_error
+from fxopt.node_values import NodeValues
+from fxopt.outputs import mapped, restored
 from fxopt.rewriting.edits import NodeEdit, Redirect, Swapped
-from fxopt.rewriting.record import Step
+from fxopt.rewriting.record import Step, steps_of
 from fxopt.submodules import is_inside
-from fxopt.testing.observations import GIVEN
+from fxopt.testing.observations import GIVEN, Call, run_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,62 +47,175 @@ class Divergence:
     step: str = ""
     call: str = GIVEN
     dtype: torch.dtype | None = None
-    error: float = float("inf")
+    error: float = math.inf
     limit: float = 0.0
 
     def __str__(self) -> str:
-        where = [
-            f"module {self.module}" if self.module else "",
-            self.source,
-            f"touched by {self.step}" if self.step else "",
-        ]
-        place = ", ".join(filter(None, where))
-        run = [f"in {str(self.dtype).removeprefix('torch.')}" if self.dtype else ""]
-        run = [*filter(None, [*run, f"with {self.call}" if self.call != GIVEN else ""]), ""]
-        text = f"{', '.join(run)}it first parts at node {self.node}{f' ({place})' if place else ''}: {self.fault}"
+        run = f"in {str(self.dtype).removeprefix('torch.')}, " if self.dtype else ""
+        run += f"with {self.call}, " if self.call != GIVEN else ""
+        module, step = self.module and f"module {self.module}", self.step and f"touched by {self.step}"
+        place = ", ".join(filter(None, [module, self.source, step]))
+        text = f"{run}it first parts at node {self.node}{f' ({place})' if place else ''}: {self.fault}"
         return text if self.was == self.now else f"{text}; it was `{self.was}` and is `{self.now}`"
 
 
-def described(node: Node, was: Node | None, steps: Sequence[Step], fault: str, call: str) -> Divergence:
+def parting(
+    before: tuple[GraphModule, GraphModule],
+    after: tuple[GraphModule, GraphModule],
+    calls: Sequence[Call],
+    wide_calls: Sequence[Call],
+    *,
+    wide_limit: float,
+    own_limit: Callable[[float], float],
+) -> Divergence | None:
+    """The first node that diverges in float64, else in the graphs' own dtype.
+
+    Args:
+        before: the original graph, in float64 and in its own dtype.
+        after: the changed graph, in float64 and in its own dtype.
+        calls: the inputs in their own dtype, one call after the other.
+        wide_calls: the inputs in float64.
+        wide_limit: how far a value may be off in float64, relative to the largest of its tensor.
+        own_limit: how far it may be from its float64 value in the own dtype, given how far the original is.
+    """
+    passes = (
+        (torch.float64, before[0], after[0], wide_calls, lambda error: wide_limit),
+        (None, before[1], after[1], calls, own_limit),
+    )
+    for dtype, original, changed, given, limit_of in passes:
+        for number in range(1, len(given) + 1):
+            found = _divergence(before[0], original, changed, given[:number], limit_of)
+            if found is not None:
+                return dataclasses.replace(found, dtype=dtype)
+    return None
+
+
+def _divergence(
+    wide: GraphModule,
+    original: GraphModule,
+    changed: GraphModule,
+    calls: Sequence[Call],
+    limit_of: Callable[[float], float],
+) -> Divergence | None:
+    """The first node of a changed graph that raises, or whose value is off.
+
+    A value is held against that of the same name, or of the node that it stands for, in float64. A value that the original
+    does not have is off where one that it leads to is.
+    """
+    truth, _ = _values(wide, [call.cast(torch.float64) for call in calls])
+    rounded, _ = _values(original, calls)
+    values, raised = _values(changed, calls)
+    earlier = {step.key for step in steps_of(original)}
+    steps = [step for step in steps_of(changed) if step.key not in earlier]
+    stands_for = _counterparts(steps)
+    nodes = list(changed.graph.nodes)
+    faults: dict[Node, tuple[str, float, float]] = {}
+    for node in nodes:
+        name = stands_for.get(node.name, node.name)
+        if node.name in values and name in truth and name in rounded:
+            faults[node] = _fault(truth[name], rounded[name], values[node.name], limit_of)
+    if raised:
+        first, fault = nodes[: len(values) + 1][-1], (raised, math.inf, 0.0)
+    else:
+        wrong = dict.fromkeys(node for node in nodes if faults.get(node, ("new",))[0])
+        ends = [node for node in wrong if node.op == "output"]
+        guilty = {*graph.reached(ends, lambda node: [each for each in node.all_input_nodes if each in wrong])}
+        in_order = [node for node in nodes if node in guilty]
+        known = next((node for node in in_order if node in faults), None)
+        if known is None:
+            return None
+        first, fault = in_order[0], faults[known]
+        if known is not first:
+            text = f"the original has no such value, and {known.name}, which follows, is {fault[0]}"
+            fault = text, *fault[1:]
+    was = {node.name: node for node in original.graph.nodes}.get(stands_for.get(first.name, first.name))
+    return _described(first, was, steps, calls[-1].name, *fault)
+
+
+def _values(graph_module: GraphModule, calls: Sequence[Call]) -> tuple[dict[str, Any], str]:
+    """The values of nodes in the last of some calls, up to one that raises, and its error."""
+    values: dict[str, Any] = {}
+
+    def keep(node: Node, value: Any) -> None:
+        values[node.name] = mapped(value, lambda tensor: tensor.detach().clone())
+
+    with restored(graph_module, dict(graph_module.named_buffers())):
+        try:
+            for call in calls[:-1]:
+                run_call(graph_module, call)
+            run_call(NodeValues(graph_module, keep), calls[-1])
+        except Exception as error:  # whatever it is: where the graph raises, it diverges
+            return values, f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return values, ""
+
+
+def _fault(
+    truth: Any, rounded: Any, value: Any, limit_of: Callable[[float], float]
+) -> tuple[str, float, float]:
+    """How a value is off, given the right one in float64 and in its own dtype: in words, empty where it is not, and how far."""
+    try:
+        pairs(rounded, value, "its value")
+        limit, error = limit_of(_error(truth, rounded)), _error(truth, value)
+    except Unlike as unlike:
+        return str(unlike), math.inf, 0.0
+    text = f"{error:.3g} of its largest value off, where {limit:.3g} is right"
+    return "" if error <= limit else text, error, limit
+
+
+def _error(expected: Any, actual: Any) -> float:
+    both = pairs(expected, actual, dtypes=False)
+    return max((tensor_error(left, right)[1] for _, left, right in both), default=0.0)
+
+
+def _counterparts(steps: Sequence[Step]) -> dict[str, str]:
+    """The nodes that passes made to stand for others, with the names of these in the original."""
+    found: dict[str, str] = {}
+    for edit in (edit for step in steps for edit in step.edits or ()):
+        if isinstance(edit, Redirect) and edit.stands_in:
+            found[edit.new] = found.get(edit.old, edit.old)
+    return found
+
+
+def _described(
+    node: Node, was: Node | None, steps: Sequence[Step], call: str, fault: str, error: float, limit: float
+) -> Divergence:
     """A node in words: its place in the model, what it was in the original graph, the last step that touched it."""
     known = graph.module_path(node) or graph.source_line(node)
     origin = node if known or was is None else was
-    touched = [step.name for step in steps if _touches(step, node)]
-    written = [_written(each) for each in (was or node, node)]
-    if written[0] == written[1]:
-        written = [_written(each, options=True) for each in (was or node, node)]
     return Divergence(
         node.name,
         graph.module_path(origin),
         graph.source_line(origin),
         fault,
-        was=written[0],
-        now=written[1],
-        step=touched[-1] if touched else "",
+        was=_written(was or node),
+        now=_written(node),
+        step=next((step.name for step in reversed(steps) if _touches(step, node)), ""),
         call=call,
+        error=error,
+        limit=limit,
     )
 
 
 def _touches(step: Step, node: Node) -> bool:
     """Tell whether a pass changed a node, the module or tensor that it takes by name, or what it reads."""
+    names, paths = set(step.marked), set[str]()
     for edit in step.edits or ():
         if isinstance(edit, NodeEdit):
-            found = edit.name == node.name
+            names.add(edit.name)
         elif isinstance(edit, Redirect):
-            found = node.name in (edit.new, *edit.users)
-        else:
-            paths = edit.left if isinstance(edit, Swapped) else edit.after
-            found = node.op in ("call_module", "get_attr") and is_inside(str(node.target), paths.keys())
-        if found:
-            return True
-    return False
+            names.update((edit.new, *edit.users))
+        elif isinstance(edit, Swapped):
+            paths.update(edit.left)
+    return node.name in names or (
+        node.op in ("call_module", "get_attr") and is_inside(str(node.target), paths)
+    )
 
 
-def _written(node: Node, options: bool = False) -> str:
-    """A node as a call, of a layer by its name or with its options."""
+def _written(node: Node) -> str:
+    """A node as a call; of a layer, with its options."""
     values = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
     name = graph.function_name(node) or str(node.target)
-    if options and node.op == "call_module" and node.graph.owning_module is not None:
+    if node.op == "call_module" and node.graph.owning_module is not None:
         layer = node.graph.owning_module.get_submodule(name)
-        name = f"{type(layer).__name__}({layer.extra_repr()})"
+        name = f"{name}: {type(layer).__name__}({layer.extra_repr()})"
     return f"{name}({', '.join(values)})"

@@ -27,21 +27,22 @@ def other_sizes(given: Call, graph: nn.Module | None) -> Iterator[Call]:
     First with sizes that differ from each other, and from those of the example: some of these are equal by chance.
     """
     free = _FreeSizes(given, graph)
-    ranks = {n: rank for rank, n in enumerate(sorted({free.known[symbol] for symbol in free.symbols}))}
-    wholes = [
+    sizes = sorted({free.known[symbol] for symbol in free.symbols})
+    alike = [[symbol for symbol in free.symbols if free.known[symbol] == size] for size in sizes]
+    ways = [
         free.apart(_smaller),
         free.apart(_larger),
         # Those that are equal alike, for a graph with a symbol for the batch of each input.
         {symbol: _smaller(free.known[symbol]) for symbol in free.symbols},
-        {symbol: _larger(free.known[symbol]) + ranks[free.known[symbol]] for symbol in free.symbols},
+        {s: _larger(free.known[s]) + rank for rank, symbols in enumerate(alike) for s in symbols},
     ]
-    parts = [[symbol] for symbol in free.symbols]
-    parts += [[symbol for symbol in free.symbols if free.known[symbol] == n] for n in ranks]
     tried: list[dict[str, int]] = [{}]
-    for sizes in (*wholes, *({symbol: new[symbol] for symbol in part} for part in parts for new in wholes)):
-        if sizes not in tried and (call := free.call(sizes)):
-            yield dataclasses.replace(call, name=APART) if len(tried) <= 2 else call
-        tried.append(sizes)
+    for part in (free.symbols, *([symbol] for symbol in free.symbols), *alike):
+        for new in ways:
+            wanted = {symbol: new[symbol] for symbol in part}
+            if wanted not in tried and (call := free.call(wanted)):
+                yield dataclasses.replace(call, name=APART) if len(tried) <= 2 else call
+            tried.append(wanted)
 
 
 def batch_of_one(given: Call, graph: nn.Module | None) -> Iterator[Call]:

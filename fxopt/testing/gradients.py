@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from fxopt.torch_internals import buffers_of
 FARTHER = 100
 """Gradients may be this many times farther off than outputs: they go through each step twice."""
 
+PARAMETER = "the parameter "
+
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
@@ -25,14 +28,12 @@ class Gradients:
     Attributes:
         call: its arguments.
         arrive: for each output that is a tensor, whether it has gradients to give.
-        inputs: the gradient of each floating input, zeros where none arrives.
-        weights: each parameter that is trained, and its gradient, by name.
+        found: each floating input and each parameter that is trained, and its gradient, zeros where none arrives.
     """
 
     call: Call
     arrive: dict[str, bool]
-    inputs: list[Tensor]
-    weights: dict[str, tuple[Tensor, Tensor]]
+    found: dict[str, tuple[Tensor, Tensor]]
 
     def expect_of(self, module: nn.Module, error: float, where: str = "") -> None:
         """Raise `AssertionError` where those of another module differ, whose outputs are off by an error.
@@ -50,18 +51,16 @@ class Gradients:
             if actual.arrive.get(place) is not arrives:
                 word = "no gradients" if arrives else "gradients"
                 raise AssertionError(f"{where}{place} gives {word}, unlike that of the original")
-        sides = zip(self.inputs, actual.inputs, strict=True)
-        pairs = {f"floating input {number}": each for number, each in enumerate(sides)}
         # Where a pass has made weights of its own, part of the gradients goes there.
-        same = actual.weights.keys() == self.weights.keys()
-        for name, (weight, expected) in self.weights.items() if same else ():
-            its, found = actual.weights[name]
-            if same_bits(weight, its):
-                pairs[f"the parameter {name}"] = expected, found
-        for of, (expected, found) in pairs.items():
+        same = actual.found.keys() == self.found.keys()
+        for name, (value, expected) in self.found.items():
+            if not same and name.startswith(PARAMETER):
+                continue
+            its, found = actual.found[name]
             off = (expected - found).abs()[(expected != found) & ~(expected.isnan() & found.isnan())]
-            if off.numel() and not float(off.max()) <= FARTHER * error * _size(expected):
-                raise AssertionError(f"{where}the gradient of {of} is {float(off.max()):.3g} off")
+            far = off.numel() and not float(off.max()) <= FARTHER * error * _size(expected)
+            if far and same_bits(value, its):
+                raise AssertionError(f"{where}the gradient of {name} is {float(off.max()):.3g} off")
 
 
 def gradients_of(module: nn.Module, call: Call) -> Gradients | None:
@@ -74,55 +73,51 @@ def gradients_of(module: nn.Module, call: Call) -> Gradients | None:
 
 def trained_place(module: nn.Module, call: Call) -> str:
     """An output through which training would change the weights of a module; empty where there is none."""
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        return ""
-    given = call.fresh()
-    with restored(module, dict(module.named_buffers())), torch.enable_grad(), torch.random.fork_rng():
-        try:
-            found = leaves(module(*given.args, **given.kwargs))
-        except Exception:  # as above
-            return ""
-        return next(
-            (place for place, value in found if isinstance(value, Tensor) and value.requires_grad), ""
-        )
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        with _recording(module), contextlib.suppress(Exception):  # as above
+            return next(
+                (place for place, value in _outputs(module, call.fresh()).items() if value.requires_grad), ""
+            )
+    return ""
 
 
 def _gradients(module: nn.Module, call: Call) -> Gradients:
-    inputs: list[Tensor] = []
+    inputs: dict[str, Tensor] = {}
 
     def followed(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor.detach().clone()
-        inputs.append(tensor.detach().clone().requires_grad_())
-        return inputs[-1] * 1  # the module may write into it, which it may not into a leaf
+        leaf = inputs[f"floating input {len(inputs)}"] = tensor.detach().clone().requires_grad_()
+        return leaf * 1  # the module may write into it, which it may not into a leaf
 
-    args, kwargs = mapped((list(call.args), call.kwargs), followed)
+    with _recording(module):
+        outputs = _outputs(module, Call(*mapped((call.args, call.kwargs), followed)))
+        terms = [_term(value) for value in outputs.values() if value.requires_grad]
+        wanted = inputs | {PARAMETER + name: p for name, p in module.named_parameters() if p.requires_grad}
+        given = [None] * len(wanted)
+        if wanted and terms:
+            given = torch.autograd.grad(torch.stack(terms).sum(), list(wanted.values()), allow_unused=True)  # type: ignore[assignment]
+    found = {
+        name: (value.detach(), torch.zeros_like(value) if grad is None else plain(grad))
+        for (name, value), grad in zip(wanted.items(), given, strict=True)
+    }
+    return Gradients(call, {place: value.requires_grad for place, value in outputs.items()}, found)
+
+
+@contextlib.contextmanager
+def _recording(module: nn.Module) -> Iterator[None]:
+    """A block in which gradients are recorded; what is written under autograd holds its graph, so buffers are copies there."""
     parts = list(module.modules())
     with restored(module, dict(module.named_buffers())), torch.enable_grad(), torch.random.fork_rng():
         for part, copies in zip(parts, copy.deepcopy([buffers_of(part) for part in parts]), strict=True):
-            buffers_of(part).update(copies)  # what is written under autograd holds its graph from then on
+            buffers_of(part).update(copies)
         torch.manual_seed(0)
-        found = dict(leaves(module(*args, **kwargs)))
-        outputs = {place: value for place, value in found.items() if isinstance(value, Tensor)}
-        terms = [_term(value) for value in outputs.values() if value.requires_grad]
-        weights = {name: each for name, each in module.named_parameters() if each.requires_grad}
-        wanted = [*inputs, *weights.values()]
-        given: tuple[Any, ...] = (None,) * len(wanted)
-        if wanted and terms:
-            given = torch.autograd.grad(torch.stack(terms).sum(), wanted, allow_unused=True)
-        found_for = [
-            torch.zeros_like(x) if grad is None else plain(grad)
-            for x, grad in zip(wanted, given, strict=True)
-        ]
-    return Gradients(
-        call,
-        {place: value.requires_grad for place, value in outputs.items()},
-        found_for[: len(inputs)],
-        {
-            name: (weight.detach(), grad)
-            for (name, weight), grad in zip(weights.items(), found_for[len(inputs) :], strict=True)
-        },
-    )
+        yield
+
+
+def _outputs(module: nn.Module, call: Call) -> dict[str, Tensor]:
+    given = module(*call.args, **call.kwargs)
+    return {place: value for place, value in leaves(given) if isinstance(value, Tensor)}
 
 
 def _term(output: Tensor) -> Tensor:

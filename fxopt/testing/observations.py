@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxopt.compare import Difference, checksum, compare, pairs, unchanged
 from fxopt.float64 import wide_dtype
 from fxopt.objects import tensors_in, why_no_inputs
 from fxopt.outputs import mapped, restored
 from fxopt.testing.aliases import aliases, in_memory
-from fxopt.testing.bits import checksum
-from fxopt.testing.differences import Difference, compare, other_strides, unchanged
 from fxopt.torch_internals import version_of
 
 GIVEN, BROKEN = "the given inputs", "NaN and infinities"
@@ -109,8 +108,8 @@ def observe(module: nn.Module, calls: list[Call]) -> list[Observation]:
     """Call one instance several times, under the same seed; its buffers are put back afterwards."""
     seen: list[Observation] = []
     given: Call | None = None
-    # Checksums as well, because what is written through `.data` counts as no write; copies would take as much memory again.
-    weights = {name: (each, _version(each), checksum(each)) for name, each in module.named_parameters()}
+    weights = dict(module.named_parameters())
+    states = {name: _state(weight) for name, weight in weights.items()}
     with restored(module, dict(module.named_buffers())) as before:
         for call in calls:
             given = (_again(given, seen[-1], call) if given else None) or call.fresh()
@@ -122,17 +121,27 @@ def observe(module: nn.Module, calls: list[Call]) -> list[Observation]:
             }
             inputs = [list(given.args), given.kwargs]
             writes = not unchanged([list(call.args), call.kwargs], inputs)
-            keeps = [*module.parameters(), *module.buffers(), *(each.result for each in seen)]
+            keeps = [*weights.values(), *module.buffers(), *(each.result for each in seen)]
             shared = aliases(result, inputs, keeps)
             seen.append(Observation(mapped(result, _copied), result, inputs, writes, after, shared))
-        written = tuple(
-            name
-            for name, (each, version, values) in weights.items()
-            if _version(each) != version or checksum(each) != values
-        )
+        written = tuple(name for name, weight in weights.items() if _state(weight) != states[name])
         for each in seen:
             each.kept, each.parameters = unchanged(each.output, each.result), written
     return seen
+
+
+def raised(module: nn.Module, call: Call) -> Exception | None:
+    """The error that a module raises, if it does."""
+    try:
+        observe(module, [call])
+    except Exception as error:  # whatever it is
+        return error
+    return None
+
+
+def _state(weight: Tensor) -> tuple[int, int]:
+    """The writes into a weight, and its bits: what is written through `.data` is no write; a copy would take as much memory."""
+    return 0 if weight.is_inference() else version_of(weight), checksum(weight)
 
 
 def _again(given: Call, seen: Observation, call: Call) -> Call | None:
@@ -169,26 +178,19 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else version_of(tensor)
-
-
-def not_repeated(again: Sequence[Observation], first: Sequence[Observation], limit: float) -> str:
+def not_repeated(again: Observation, first: Observation, limit: float) -> str:
     """How two runs on the same inputs differ by more than a limit; empty where they do not."""
-    if unchanged(again[0].output, first[0].output):
+    if unchanged(again.output, first.output):
         return ""
     try:
-        difference = compare(first[0].output, again[0].output)
+        found = compare(first.output, again.output)
+        text = "" if found.max_rel <= limit else f"{found.where} is {found.max_rel:.3g} off"
     except AssertionError as error:
         text = str(error)
-    else:
-        text = (
-            f"{difference.where} is {difference.max_rel:.3g} off" if not difference.max_rel <= limit else ""
-        )
     return text and f"the original does not repeat itself on the same inputs, under one seed: {text}"
 
 
-def differences(
+def difference(
     call: Call,
     expected: Observation,
     actual: Observation,
@@ -197,8 +199,8 @@ def differences(
     buffers: Collection[str],
     strides: bool,
     dtypes: bool = True,
-    buffer_dtypes: bool = True,
-) -> list[Difference]:
+    exact: bool = True,
+) -> Difference:
     """How far output, written inputs and written buffers of two calls are apart.
 
     Args:
@@ -209,45 +211,38 @@ def differences(
         buffers: the names of those of the original; what else a candidate keeps in buffers is its own.
         strides: whether outputs must be laid out alike in memory, and share it where those of the original do.
         dtypes: whether tensors must have the same dtype; without that, strides and shared memory are not compared.
-        buffer_dtypes: whether buffers must, too.
+        exact: `False` if buffers may have other dtypes, and views may become tensors.
 
     Raises:
         AssertionError: they differ in form.
     """
-    where = f"{where}with {call.name}, " if call.name != GIVEN else where
-    if expected.kept and not actual.kept:
-        raise AssertionError(f"{where}a later call changes the result that this one returned")
-    for name in expected.buffers.keys() ^ (actual.buffers.keys() & buffers):
-        writes = "does not write" if name in expected.buffers else "writes"
-        raise AssertionError(f"{where}it {writes} the buffer {name}, unlike the original")
-    if expected.writes != actual.writes:
-        raise AssertionError(
-            f"{where}it {'does not write' if expected.writes else 'writes'} its inputs, unlike the original"
-        )
-    if actual.parameters and not expected.parameters:
-        raise AssertionError(f"{where}it writes the parameter {actual.parameters[0]}, unlike the original")
-    parts = [("output", expected.output, actual.output)]
-    if expected.writes:
-        parts.append(("input", expected.inputs, actual.inputs))
-    if expected.buffers:
-        parts.append(("buffer", expected.buffers, {name: actual.buffers[name] for name in expected.buffers}))
-    # Kernels of attention pass NaN on to fewer places than the products that they stand for.
-    broken = call.name == BROKEN
+
+    def parts(seen: Observation) -> dict[str, Any]:
+        kept = {name: seen.buffers[name] for name in expected.buffers}
+        if not exact:
+            kept = {name: buffer.to(expected.buffers[name].dtype) for name, buffer in kept.items()}
+        return {"output": seen.output, "input": seen.inputs * expected.writes, "buffer": kept}
+
     try:
-        found = [
-            compare(
-                left, right, dtypes and (buffer_dtypes or path != "buffer"), path=path, nan_anywhere=broken
-            )
-            for path, left, right in parts
-        ]
-        if strides and dtypes and (text := other_strides(expected.result, actual.result)):
-            raise AssertionError(text)
+        if expected.kept and not actual.kept:
+            raise AssertionError("a later call changes the result that this one returned")
+        for name in expected.buffers.keys() ^ (actual.buffers.keys() & buffers):
+            writes = "does not write" if name in expected.buffers else "writes"
+            raise AssertionError(f"it {writes} the buffer {name}, unlike the original")
+        if expected.writes != actual.writes:
+            writes = "does not write" if expected.writes else "writes"
+            raise AssertionError(f"it {writes} its inputs, unlike the original")
+        if actual.parameters and not expected.parameters:
+            raise AssertionError(f"it writes the parameter {actual.parameters[0]}, unlike the original")
+        # Kernels of attention pass NaN on to fewer places than the products that they stand for.
+        found = compare(parts(expected), parts(actual), dtypes, path="", nan_anywhere=call.name == BROKEN)
+        if strides and dtypes:
+            pairs(expected.result, actual.result, strides=True)
         for place, other in sorted(actual.aliases - expected.aliases if dtypes else ()):
             raise AssertionError(f"{place} shares memory with {other}, unlike that of the original")
         # A cast of each of two views, as a change of precision has, gives two tensors.
-        lost = expected.aliases - actual.aliases if strides and dtypes and buffer_dtypes else ()
-        for place, other in sorted(lost):
+        for place, other in sorted(expected.aliases - actual.aliases if strides and dtypes and exact else ()):
             raise AssertionError(f"{place} shares no memory with {other}, unlike that of the original")
     except AssertionError as error:
-        raise AssertionError(f"{where}{error}") from error
+        raise AssertionError(f"{where}{f'with {call.name}, ' * (call.name != GIVEN)}{error}") from error
     return found

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import functools
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from fxopt.testing.broken_values import SPARED, one_by_one
-from fxopt.testing.differences import Difference, other_strides, ulps, unchanged
-from fxopt.testing.divergence import Divergence
+from fxopt.capture.runs.first_difference import parting_place
+from fxopt.compare import Difference, checksum, epsilon, rounds, ulps, unchanged, unlike
+from fxopt.float64 import in_float64
+from fxopt.testing.divergence import Divergence, parting
 from fxopt.testing.entrance import entrance_fault
 from fxopt.testing.gradients import gradients_of, trained_place
-from fxopt.testing.node_by_node import parting, parting_place_of
-from fxopt.testing.observations import BROKEN, GIVEN, Call, Observation, differences, not_repeated, observe
-from fxopt.testing.precision import epsilon, floating, has_new_weights, in_float64, narrowest
+from fxopt.testing.observations import (
+    GIVEN,
+    Call,
+    Observation,
+    difference,
+    not_repeated,
+    observe,
+    run_call,
+)
 from fxopt.testing.probes import calls_of, has_finite, new_infinity, not_finite
 from fxopt.testing.verdicts import Grade, Verdict
 
@@ -83,25 +90,27 @@ class Oracle:
     ) -> None:
         self._rtol, self._factor, self._floor = rtol, factor, floor
         self._wide, self._name = wide, str(wide).removeprefix("torch.")
-        self._graph, self._tensors = captured or reference, list(floating(reference))
+        self._graph, self._tensors = captured or reference, _floating(reference)
         exact = in_float64(reference) if float64 is None else float64
-        self._exact: Callable[[], nn.Module] = lambda: in_float64(reference) if float64 is None else float64
         given = Call.given(args, kwargs)
         cast = given.cast(wide)
         self._is_wide = unchanged((given.args, given.kwargs), (cast.args, cast.kwargs))
-        same = exact is reference and self._is_wide
-        again = observe(reference, [given]), [] if same else observe(exact, [cast])
+        again = observe(reference, [given])[0]
+        again_wide = again if exact is reference and self._is_wide else observe(exact, [cast])[0]
         graphs = {None: captured, wide: captured_wide}
         self._calls, self._wide_calls = calls_of(reference, exact, given, wide, graphs, rtol)
         self.probes = tuple(dict.fromkeys(call.name for call in self._wide_calls))
         self.expected, self._truth = self._observed(reference, exact)
         self.unproved = not_finite(self._truth[0].output) or not_finite(self.expected[0].output)
         self.blank = not any(has_finite(seen.output) for seen in self._truth)
-        strides = strides and not other_strides(again[0][0].result, self.expected[0].result)
-        buffers = {name for name, _ in reference.named_buffers()}
-        self._differences = functools.partial(differences, buffers=buffers, strides=strides)
-        self._unstable = not_repeated(again[0], self.expected, floor * epsilon(self.expected[0].output))
-        self._unstable = self._unstable or not_repeated(again[1] or again[0], self._truth, rtol)
+        self._difference = functools.partial(
+            difference,
+            buffers={name for name, _ in reference.named_buffers()},
+            strides=strides and not unlike(again.result, self.expected[0].result, strides=True),
+        )
+        self._step = epsilon(self.expected[0].output)
+        self._unstable = not_repeated(again, self.expected[0], floor * self._step)
+        self._unstable = self._unstable or not_repeated(again_wide, self._truth[0], rtol)
         self._frozen = not any(parameter.requires_grad for parameter in reference.parameters())
         wanted = reference.training if gradients is None else gradients
         self._gradients = gradients_of(exact, self._wide_calls[0]) if wanted else None
@@ -119,7 +128,7 @@ class Oracle:
         Returns:
             The verdict. What the candidate raises is not caught.
         """
-        failed = functools.partial(Verdict, error=float("inf"), limit=self._rtol, probes=self.probes)
+        failed = functools.partial(Verdict, error=math.inf, limit=self._rtol, probes=self.probes)
         if self._unstable:
             return failed(Grade.UNSTABLE, reason=self._unstable)
         if fault := entrance_fault(self._graph, candidate, self._calls[0]):
@@ -128,23 +137,15 @@ class Oracle:
         seen, wide = self._observed(candidate, exact)
         if self._frozen and (place := trained_place(candidate, self._calls[0])):
             return failed(Grade.WRONG, reason=f"{place} requires gradients, unlike that of the original")
-        computed = float64 is None and has_new_weights(self._tensors, candidate)
+        computed = float64 is None and self._has_new_weights(candidate)
         try:
-            verdict = self._verdict(*self._compared(exact, wide), seen, computed, tolerance)
+            verdict = self._verdict(wide, seen, computed, tolerance)
             if verdict.grade.passes and self._gradients is not None:
-                self._gradients.expect_of(
-                    exact, max(self._rtol, verdict.float64.max_rel), f"in {self._name}, "
-                )
+                error = max(self._rtol, verdict.float64.max_rel)
+                self._gradients.expect_of(exact, error, f"in {self._name}, ")
             return verdict
         except AssertionError as error:
             return failed(Grade.WRONG, reason=str(error))
-
-    def _observed(self, module: nn.Module, exact: nn.Module) -> tuple[list[Observation], list[Observation]]:
-        """The behaviour of a module on the calls in its own dtype, and of `exact` on those in float64; both may be one."""
-        wide = observe(exact, self._wide_calls)
-        if exact is module and self._is_wide:
-            return [wide[0], wide[-1]][: len(self._calls)], wide
-        return observe(module, self._calls), wide
 
     def first_divergence(
         self,
@@ -162,29 +163,32 @@ class Oracle:
                     f"first_divergence compares node by node, and a {type(graph).__name__} has no nodes: "
                     "give graph modules, such as fxopt.trace(model, inputs), or compare outputs with assert_equivalent"
                 )
-        step = epsilon(self.expected[0].output)
-        rounded = float64 is None and has_new_weights(self._tensors, after)
+        rounded = float64 is None and self._has_new_weights(after)
         wide_before, wide_after = float64 or (in_float64(before), in_float64(after))
         return parting(
             (wide_before, before),
             (wide_after, after),
             self._calls,
             self._wide_calls,
-            wide_limit=max(self._rtol, self._floor * step) if rounded else self._rtol,
-            own_limit=lambda error: self._factor * error + self._floor * step,
+            wide_limit=max(self._rtol, self._floor * self._step) if rounded else self._rtol,
+            own_limit=lambda error: self._factor * error + self._floor * self._step,
         )
 
     def parting_place(self, reference: nn.Module, graph: GraphModule) -> str:
         """Where a captured graph, before any pass, parts from its model; empty where nothing differs."""
-        return parting_place_of(reference, graph, self._calls)
+        reference, graph = copy.deepcopy(reference), copy.deepcopy(graph)
+        called = {str(node.target) for node in graph.graph.find_nodes(op="call_module")}
+        layers = [name for name, _ in reference.named_modules() if name in called]
+        for call in self._calls:
+            left, right = (observe(module, [call])[0].output for module in (reference, graph))
+            if not unchanged(left, right):
+                place = parting_place(graph, reference, layers, lambda run, call=call: run_call(run, call))
+                return f"they part at {place}"
+        return ""
 
     def observe(self, candidate: nn.Module) -> list[Observation]:
         """Run a candidate on the inputs of `expected`."""
         return observe(candidate, self._calls)
-
-    def error(self, candidate: nn.Module) -> Difference:
-        """How far a candidate is from the float64 output of the reference, where it is farthest."""
-        return max((error for _, _, error, _ in self._own(self.observe(candidate))), key=_max_rel)
 
     def fault(self, seen: Sequence[Observation]) -> str:
         """How a candidate that may give other values differs nevertheless; empty where it does not.
@@ -194,109 +198,107 @@ class Oracle:
         """
         try:
             for call, expected, actual in zip(self._calls, self.expected, seen, strict=True):
-                self._differences(call, expected, actual, buffer_dtypes=False)
+                self._difference(call, expected, actual, exact=False)
                 if where := new_infinity(expected.output, actual.output):
                     return f"{where} is not finite where the original is{_with(call)}"
         except AssertionError as error:
             return str(error)
         return ""
 
-    def _compared(
-        self, candidate: nn.Module, wide: Sequence[Observation]
-    ) -> tuple[list[tuple[Call, Difference]], str]:
-        """How far a candidate in float64 is from the reference, and a remark on its NaN, where they need one."""
-        found, remark, where = list[tuple[Call, Difference]](), "", f"in {self._name}, "
-        for call, truth, actual in zip(self._wide_calls, self._truth, wide, strict=True):
-            each = self._differences(call, truth, actual, where)
-            if call.name == BROKEN and not all(one.max_rel <= self._rtol for one in each):
-                alone = one_by_one(self._wide_calls[0], call, self._exact(), candidate)
-                if any(spared for *_, spared in alone):
-                    each = [d for c, right, its, _ in alone for d in self._differences(c, right, its, where)]
-                    remark = SPARED
-            found += [(call, one) for one in each]
-        return found, remark
+    def _observed(self, module: nn.Module, exact: nn.Module) -> tuple[list[Observation], list[Observation]]:
+        """The behaviour of a module on the calls in its own dtype, and of `exact` on those in float64; both may be one."""
+        wide = observe(exact, self._wide_calls)
+        if exact is module and self._is_wide:
+            return [wide[0], wide[-1]][: len(self._calls)], wide
+        return observe(module, self._calls), wide
+
+    def _has_new_weights(self, candidate: nn.Module) -> bool:
+        """True where a candidate has a tensor, of less than float64, with a value that no tensor of the reference has."""
+        known = {*map(id, self._tensors)}
+        new = [each for each in _floating(candidate) if id(each) not in known and each.dtype not in _WIDE]
+        sums = {(each.shape, each.dtype, checksum(each)) for each in self._tensors if new}
+        return any((each.shape, each.dtype, checksum(each)) not in sums for each in new)
+
+    def _own_differences(
+        self, seen: Sequence[Observation]
+    ) -> Iterator[tuple[Call, Difference, Difference, float]]:
+        """For each call in the own dtype: how far the original is from float64, the candidate, and how far it may be."""
+        truths = (self._truth[0], self._truth[-1])
+        for call, truth, expected, actual in zip(self._calls, truths, self.expected, seen, strict=False):
+            baseline = self._difference(call, truth, expected, dtypes=False)
+            error = self._difference(call, truth, actual, dtypes=False)
+            step = epsilon(expected.output)
+            if baseline.max_rel == math.inf:  # an overflow: float64 is no measure of it
+                baseline = self._difference(call, expected, expected)
+                error = self._difference(call, expected, actual)
+            limit = self._factor * baseline.max_rel + self._floor * step
+            wide = step == torch.finfo(self._wide).eps
+            yield call, baseline, error, max(limit, self._rtol) if wide else limit
 
     def _verdict(
-        self,
-        exact: Sequence[tuple[Call, Difference]],
-        remark: str,
-        seen: Sequence[Observation],
-        computed: bool,
-        tolerance: float,
+        self, wide: Sequence[Observation], seen: Sequence[Observation], computed: bool, tolerance: float
     ) -> Verdict:
+        exact = [
+            (call, self._difference(call, truth, actual, f"in {self._name}, "))
+            for call, truth, actual in zip(self._wide_calls, self._truth, wide, strict=True)
+        ]
         for call, expected, actual in zip(self._calls, self.expected, seen, strict=True):
-            self._differences(call, expected, actual)
-        off = [each for each in exact if not each[1].max_rel <= self._rtol]
+            self._difference(call, expected, actual)
+        off = [each for each in exact if each[1].max_rel > self._rtol]
         call, worst = off[0] if off else max(exact, key=lambda each: each[1].max_rel)
         at, baseline, error, limit = max(
-            self._own(seen), key=lambda each: each[2].max_rel / (each[3] or 1e-300)
+            self._own_differences(seen), key=lambda each: each[2].max_rel / (each[3] or 1e-300)
         )
-        verdict = Verdict(
-            Grade.ACCURATE,
-            error.max_rel,
-            limit,
-            error.where,
-            remark,
-            ulps=max(ulps(one.output, two.output) for one, two in zip(self.expected, seen, strict=True)),
+        steps = max(ulps(one.output, two.output) for one, two in zip(self.expected, seen, strict=True))
+        graded = functools.partial(
+            Verdict,
+            where=error.where,
+            ulps=steps,
             probes=self.probes,
             own_limit=limit,
             float64=worst,
             own=error,
             baseline=baseline,
         )
-        change = functools.partial(dataclasses.replace, verdict)
-        far = not error.max_rel <= limit
-        too_large = [*(each.max_rel for _, each in off), *([error.max_rel] if far else [])]
-        if too_large and max(too_large) <= tolerance:
-            return change(grade=Grade.TOLERANCE, error=max(too_large), limit=tolerance)
-        if off and (far or not computed or not worst.max_rel <= limit):
-            wrong = {"error": worst.max_rel, "limit": self._rtol, "where": worst.where}
-            text = f"a correct rewrite agrees to {self._rtol:.0e}"
-            return change(
-                grade=Grade.WRONG, reason=f"in {self._name}{_with(call)}, {_apart(worst)}; {text}", **wrong
+        far = error.max_rel > limit
+        largest = max([*(each.max_rel for _, each in off), *([error.max_rel] if far else [0.0])])
+        if 0 < largest <= tolerance:
+            return graded(Grade.TOLERANCE, largest, tolerance)
+        if off and (far or not computed or worst.max_rel > limit):
+            text = (
+                f"in {self._name}{_with(call)}, {_apart(worst)}; a correct rewrite agrees to {self._rtol:.0e}"
             )
+            return graded(Grade.WRONG, worst.max_rel, self._rtol, where=worst.where, reason=text)
         if far:
             text = (
                 f"in its own dtype{_with(at)}, {error.where} is {error.max_rel:.3g} of its largest value away from the "
                 f"float64 output; the original is {baseline.max_rel:.3g} away, so the limit is {limit:.3g}"
             )
-            return change(grade=Grade.WRONG, reason=text)
+            return graded(Grade.WRONG, error.max_rel, limit, reason=text)
         if off:
+            narrowest = max(self._tensors, key=epsilon, default=torch.zeros(())).dtype
             text = (
-                f"its weights were computed in {narrowest(self._tensors)}, so that it is {worst.max_rel:.3g} off in "
-                "float64: for a proof, apply the pass to the model in float64 and give both as `float64`"
+                f"its weights were computed in {str(narrowest).removeprefix('torch.')}, so that it is {worst.max_rel:.3g} "
+                "off in float64: for a proof, apply the pass to the model in float64 and give both as `float64`"
             )
-            return change(reason="; ".join(filter(None, [text, remark])))
-        exact_grade = Grade.ULP if verdict.ulps else Grade.BIT_EXACT
-        return change(grade=exact_grade) if verdict.ulps <= self._floor else verdict
+            return graded(Grade.ACCURATE, error.max_rel, limit, reason=text)
+        exact_grade = Grade.ULP if steps else Grade.BIT_EXACT
+        grade = exact_grade if steps <= self._floor else Grade.ACCURATE
+        return graded(grade, error.max_rel, limit)
 
-    def _own(self, seen: Sequence[Observation]) -> Iterator[tuple[Call, Difference, Difference, float]]:
-        """For each call in the own dtype: how far the original is from float64, the candidate, and how far it may be."""
-        truths = (self._truth[0], self._truth[-1])
-        for call, truth, expected, actual in zip(self._calls, truths, self.expected, seen, strict=False):
-            baseline = max(self._differences(call, truth, expected, dtypes=False), key=_max_rel)
-            error = max(self._differences(call, truth, actual, dtypes=False), key=_max_rel)
-            step = epsilon(expected.output)
-            if baseline.max_rel == float("inf"):  # an overflow: float64 is no measure of it
-                baseline = max(self._differences(call, expected, expected), key=_max_rel)
-                error = max(self._differences(call, expected, actual), key=_max_rel)
-            limit = self._factor * baseline.max_rel + self._floor * step
-            yield (
-                call,
-                baseline,
-                error,
-                max(limit, self._rtol) if step == torch.finfo(self._wide).eps else limit,
-            )
+
+def _floating(module: nn.Module) -> list[Tensor]:
+    return [*filter(rounds, (*module.parameters(), *module.buffers()))]
+
+
+_WIDE = (torch.float64, torch.complex128)
 
 
 def _apart(worst: Difference) -> str:
-    if worst.max_abs == float("inf"):
+    if worst.max_abs == math.inf:
         return f"{worst.where} is not NaN or infinite where the original is"
     return f"{worst.where} differs by {worst.max_rel:.3g} of its largest value ({worst.max_abs:.3g})"
 
 
 def _with(call: Call) -> str:
     return f", with {call.name}" if call.name != GIVEN else ""
-
-
-_max_rel = operator.attrgetter("max_rel")

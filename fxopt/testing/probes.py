@@ -9,20 +9,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fxopt.compare import FILL, checksum, compare
 from fxopt.errors import GuardError
 from fxopt.outputs import leaves, mapped, plain
-from fxopt.testing.bits import checksum
-from fxopt.testing.broken_values import breakable, broken_calls
-from fxopt.testing.differences import compare
 from fxopt.testing.free_sizes import APART, SIZES, batch_of_one, other_sizes
-from fxopt.testing.observations import Call, Observation, copied, observe
+from fxopt.testing.observations import BROKEN, Call, Observation, copied, observe, raised
 
 VALUES = "other values"
 
@@ -58,12 +57,15 @@ def calls_of(
 
     def nan_places(call: Call) -> list[Observation]:
         # Infinities that the model makes NaN (inf - inf) may become something else in another order of the same steps.
-        seen = wide_run(call, *[*broken_calls(given)][1:])
+        seen = wide_run(call, *[*_broken_calls(given)][1:])
         return [dataclasses.replace(each, output=mapped(each.output, Tensor.isnan)) for each in seen]
 
-    large = _first_taken(_far_values(given, graph), twice, refuses, rtol=rtol)
-    large = large or _first_taken(_large_values(given, graph), wide_run, refuses)
-    broken = _first_taken(broken_calls(given), nan_places, refuses)
+    # Far beyond the limits that clamps have, and for a model that does not take such values, tamer ones.
+    large = _first_taken(_large_values(given, graph, 2.0**20), twice, refuses, rtol=rtol)
+    large = large or _first_taken(
+        itertools.chain(_large_values(given, graph, 64.0), _tame_values(given)), wide_run, refuses
+    )
+    broken = _first_taken(_broken_calls(given), nan_places, refuses)
     others = itertools.chain(other_sizes(given, graph), _other_values(given))
     other = _first_taken(others, lambda call: observe(reference, [call]), refuses)
     if other and other.name == APART:
@@ -99,32 +101,46 @@ def _first_taken(
 def _refused(graphs: Mapping[torch.dtype | None, nn.Module | None], call: Call) -> bool:
     """Tell whether a graph refuses a call, in the dtype that it is given with."""
     for dtype, graph in graphs.items():
-        if graph is not None:
-            try:
-                observe(graph, [call if dtype is None else call.cast(dtype)])
-            except GuardError:
-                return True
-            except Exception:  # no refusal: where a candidate raises it as well, that is its fault
-                if call.name == APART:
-                    return True
+        error = raised(graph, call if dtype is None else call.cast(dtype)) if graph is not None else None
+        # Another error is no refusal: where a candidate raises it as well, that is its fault.
+        if isinstance(error, GuardError) or (error is not None and call.name == APART):
+            return True
     return False
 
 
-def _far_values(given: Call, graph: nn.Module | None) -> Iterator[Call]:
-    """Calls with values far beyond the limits that clamps have, the boldest first."""
+def _large_values(given: Call, graph: nn.Module | None, scale: float) -> Iterator[Call]:
+    """Calls with large values and zeros, the boldest first."""
     for call in (*batch_of_one(given, graph), given):
         for bold in (3, 2, 1, 0):
-            yield _changed(call, scale=2.0**20, zeros=True, bold=bold)
+            yield _changed(call, scale=scale, zeros=True, bold=bold)
 
 
-def _large_values(given: Call, graph: nn.Module | None) -> Iterator[Call]:
-    """Calls with large values and zeros, for a model that does not take them with tamer ones; integers in another order."""
-    for call in (*batch_of_one(given, graph), given):
-        for bold in (3, 2, 1):
-            yield _changed(call, scale=64.0, zeros=True, bold=bold)
-    for scale, zeros in ((64.0, True), (4.0, False)):
-        yield _changed(given, scale=scale, zeros=zeros)
+def _tame_values(given: Call) -> Iterator[Call]:
+    """Calls with values that are a little larger, and integers in another order, or as they were."""
+    yield _changed(given, scale=4.0)
     yield given.changed(lambda t: _other(t, scale=4.0) if t.is_floating_point() else t.clone(), VALUES)
+
+
+def _broken_calls(given: Call) -> Iterator[Call]:
+    """Calls with NaN in the first row of each floating input: one with infinities in the next two, one without."""
+    if any(isinstance(t, Tensor) and _breakable(t) for _, t in leaves([given.args, given.kwargs])):
+        for values in ((math.nan, math.inf, -math.inf), (math.nan,)):
+            yield given.changed(functools.partial(_broken, values=values), BROKEN)
+
+
+def _breakable(tensor: Tensor) -> bool:
+    """Tell whether a tensor holds floating numbers that are no mask: not 0 and 1 alone, and none that hides a place."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return False
+    return not bool(((tensor == 0) | (tensor == 1)).all()) and bool((tensor.abs() < FILL).all())
+
+
+def _broken(tensor: Tensor, values: Sequence[float]) -> Tensor:
+    broken = copied(tensor)
+    if tensor.ndim and _breakable(tensor):
+        for row, value in enumerate(values[: len(tensor)]):
+            broken[(row, *[0] * (tensor.ndim - 1))] = value
+    return broken
 
 
 def _nudged(tensor: Tensor) -> Tensor:
@@ -167,7 +183,7 @@ def _other(
     if tensor.dtype not in _VARIED:
         return copied(tensor)
     numbers = tensor.detach().flatten().flip(0).roll(turn)
-    if tensor.is_floating_point() and (breakable(tensor) if bold else _scalable(tensor)):
+    if tensor.is_floating_point() and (_breakable(tensor) if bold else _scalable(tensor)):
         numbers *= scale
         if zeros:
             numbers[::7] = 0
@@ -191,7 +207,7 @@ def _other(
         numbers[..., -1 - turn % tensor.shape[-1]] = 0
     if tensor.ndim < 2:
         return numbers
-    if bold > 1 and tensor.shape[-2] > 1 and breakable(tensor):
+    if bold > 1 and tensor.shape[-2] > 1 and _breakable(tensor):
         numbers[..., -1, :] = 0
     # They begin somewhere in their memory, too.
     wide = numbers.new_empty((*tensor.shape[:-1], tensor.shape[-1] + 1))
@@ -221,30 +237,26 @@ _VARIED = (
 
 
 def _scalable(tensor: Tensor) -> bool:
-    return breakable(tensor) and not bool(((tensor >= 0) & (tensor <= 1)).all())
+    return _breakable(tensor) and not bool(((tensor >= 0) & (tensor <= 1)).all())
 
 
 def not_finite(output: object) -> str:
     """The path of a tensor of an output that holds NaN or infinity; empty if none does."""
-    for path, value in leaves(output):
-        if isinstance(value, Tensor) and not value.is_meta and not plain(value).isfinite().all():
-            return path
-    return ""
+    return next((path for path, finite in _finite(output).items() if not finite.all()), "")
 
 
 def new_infinity(expected: object, actual: object) -> str:
     """The path of a tensor that holds NaN or infinity where that of a like output is finite; empty if none does."""
-    for (path, left), (_, right) in zip(leaves(expected), leaves(actual), strict=True):
-        if (
-            isinstance(left, Tensor)
-            and isinstance(right, Tensor)
-            and bool((plain(left).isfinite() & ~plain(right).isfinite()).any())
-        ):
-            return path
-    return ""
+    others = _finite(actual)
+    return next((path for path, finite in _finite(expected).items() if (finite & ~others[path]).any()), "")
 
 
 def has_finite(output: object) -> bool:
     """Tell whether a tensor of an output holds a number that is neither NaN nor infinite."""
-    tensors = (value for _, value in leaves(output) if isinstance(value, Tensor) and not value.is_meta)
-    return any(bool(plain(tensor).isfinite().any()) for tensor in tensors)
+    return any(bool(finite.any()) for finite in _finite(output).values())
+
+
+def _finite(output: object) -> dict[str, Tensor]:
+    """For each tensor of an output, where it is neither NaN nor infinite."""
+    found = ((path, value) for path, value in leaves(output) if isinstance(value, Tensor))
+    return {path: plain(value).isfinite() for path, value in found if not value.is_meta}

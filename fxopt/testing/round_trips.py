@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import inspect
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
+from fxopt.compare import first_difference, same
 from fxopt.objects import tensors_in
-from fxopt.outputs import first_difference, same_bits
+from fxopt.outputs import same_bits
 from fxopt.rewriting.edits import ADDRESS
 from fxopt.rewriting.record import MARKS, RECORD
 from fxopt.torch_internals import COMPILED, REGISTRIES
@@ -68,16 +67,12 @@ def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
         if path and isinstance(graph, GraphModule) and isinstance(inner.get(path), GraphModule):
             problems += _problems(graph, inner[path], views, f"{path}: ")
     problems += [f"attributes: {name} differs" for name in _changed_attributes(before, after)]
-    values = 0
-    others = dict(_tensors(after))
-    for name, tensor in _tensors(before):
-        other = others.get(name)
-        if other is not None and not same_bits(tensor, other):
-            problems.append(f"values: {name} differs")
-        values += tensor.numel()
+    kept, others = dict(_tensors(before)), dict(_tensors(after))
+    changed = (name for name in kept if name in others and not same_bits(kept[name], others[name]))
+    problems += [f"values: {name} differs" for name in changed]
     if problems:
         raise AssertionError("the round trip is not exact:\n  " + "\n  ".join(problems))
-    return values
+    return sum(tensor.numel() for tensor in kept.values())
 
 
 def _problems(
@@ -163,13 +158,8 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE | _CACHES}
 
 
-_NEVER_COPIED = (types.FunctionType, type, enum.Enum, torch.dtype, torch.layout, torch.memory_format)
-
-
 def _same(left: Any, right: Any) -> bool:
-    """Tell whether an attribute and its deep copy agree; of objects whose equality means nothing, only the type."""
-    if left is right:
-        return True
+    """Tell whether an attribute and its deep copy agree."""
     if type(left) is not type(right):
         return False
     if isinstance(left, Tensor):
@@ -178,17 +168,9 @@ def _same(left: Any, right: Any) -> bool:
         return [*left] == [*right] and all(_same(item, right[key]) for key, item in left.items())
     if isinstance(left, tuple | list):
         return len(left) == len(right) and all(map(_same, left, right))
-    if isinstance(left, _NEVER_COPIED):
-        return False
-    by_identity = type(left).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
-    if by_identity or isinstance(left, types.MethodType):  # which goes by that of its object
-        return True
-    try:
-        if hasattr(left, "to_dict"):  # of transformers, where equality asks for private attributes, too
-            return bool(left.to_dict() == right.to_dict())
-        return bool(left == right or left != left)
-    except Exception:  # whatever an `__eq__` raises, or an array of truths
-        return True
+    if hasattr(left, "to_dict"):  # of transformers, where equality asks for private attributes, too
+        return same(left.to_dict(), right.to_dict())
+    return same(left, right)
 
 
 def _tensors(gm: GraphModule) -> list[tuple[str, Tensor]]:

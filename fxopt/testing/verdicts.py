@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from fxopt.testing.differences import Difference
+from fxopt.compare import Difference
 
 
 class Grade(enum.StrEnum):

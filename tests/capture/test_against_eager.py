@@ -678,6 +678,21 @@ def test_state_that_the_net_alone_sees():
         fxopt.trace(Made(forward, io.BytesIO()), (X,))
 
 
+@pytest.mark.parametrize("fill", [-1e30, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("size", [4, 4096])
+def test_the_filling_of_masked_places_hides_no_difference(fill, size):
+    def forward(self, x, mask):
+        place = self.state.tell()
+        self.state.write(b".")
+        return (x * (place + 1)).masked_fill(mask, fill)
+
+    x = torch.ones(3, size)
+    mask = torch.zeros(3, size, dtype=torch.bool)
+    mask[:, -1] = True
+    with pytest.raises(fxopt.TraceError, match="differs from the model in call 2"):
+        fxopt.trace(Made(forward, io.BytesIO()), (x, mask))
+
+
 def test_symbolic_trace_compares_unless_told_not_to():
     class Asks(BertModel):
         def forward(self, input_ids):

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -45,6 +46,7 @@ class Meeting(nn.Module):
         y = y + self.behind(self.layer_norm(y)) + x @ self.table
         y = y + (y + 1).view(5, 2, 2).transpose(0, 1).contiguous().transpose(0, 1).reshape(5, 4)
         image = torch.relu(self.packed(y))[None, None]
+        y = y + 0.5 * y * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (y + 0.044715 * torch.pow(y, 3.0))))
         return y / 8, k, self.norm(self.conv(image)) + self.other_conv(image) + 1
 
 

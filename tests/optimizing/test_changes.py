@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxopt
+from fxopt.capture import trace_method
+from fxopt.compare import unlike
 from fxopt.kernels import kernels_for
 from fxopt.optimizing import prepare
 from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.trial import Trial, Unused
-from fxopt.outputs import unlike
 from fxopt.testing import randomise
 from tests.modules import module
 
@@ -487,15 +488,33 @@ def test_a_graph_that_may_refuse_after_a_write_is_not_used():
 @pytest.mark.parametrize(
     ("own", "found", "where"),
     [
-        ({"a": torch.ones(2)}, {}, "their structure"),
-        ({"a": torch.ones(2)}, {"a": torch.ones(3)}, "output.a"),
-        ({"a": torch.tensor([1, 2])}, {"a": torch.tensor([1, 3])}, "output.a"),
-        ([1.0, None], [1.0, 2], "output[1]"),
-        ({"a": torch.ones(2)}, {"a": torch.zeros(2)}, None),
+        ({"a": torch.ones(2)}, {}, "the outputs differ in structure: 'output.a' is gone"),
+        (
+            {"a": torch.ones(2)},
+            {"a": torch.ones(3)},
+            "output.a: expected torch.float32 [2], got torch.float32 [3]",
+        ),
+        ({"a": torch.tensor([1, 2])}, {"a": torch.tensor([1, 3])}, "output.a: other numbers"),
+        ([1.0, None], [1.0, 2], "output[1]: expected None, got 2"),
+        ([1.0, None], [2.0, None], "output[0]: expected 1.0, got 2.0"),
+        ({"a": torch.ones(2)}, {"a": torch.zeros(2)}, ""),
     ],
 )
 def test_outputs_must_be_alike_before_errors_are_compared(own, found, where):
     assert unlike(own, found) == where
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_graph_with_other_outputs_is_not_used(precision):
+    exact = {"a": torch.tensor([3.0, 4.0, -1e30]).double(), "n": 2}
+    own = {"a": torch.tensor([3.0, 4.0, -1e30]), "n": 2}
+    prepare._judge(exact, own, {"a": own["a"] * (1 + 1e-7), "n": 2}, precision, {}, lambda: own)
+    with pytest.raises(Unused, match="differ from eager's: output.n: expected 2, got 3"):
+        prepare._judge(exact, own, {**own, "n": 3}, precision, {}, lambda: own)
+    with pytest.raises(Unused, match="less exact|cosine"):  # beside what fills masked places
+        prepare._judge(
+            exact, own, {"a": torch.tensor([4.0, -3.0, -1e30]), "n": 2}, precision, {}, lambda: own
+        )
 
 
 def test_what_overflows_in_the_model_is_no_measure():
@@ -555,3 +574,18 @@ def test_a_mapping_gets_the_items_that_the_forward_sets(kind, random):
         for name in wanted:
             torch.testing.assert_close(given[name], wanted[name], atol=1e-5, rtol=1e-5)
     assert (reasons(fast)[0] is None) is not random
+
+
+def test_other_rounding_errors_reach_what_the_forward_assigns():
+    class Assigns(nn.Linear):
+        def forward(self, x):
+            self.auxiliary = super().forward(x) * 2
+            return self.auxiliary + 1
+
+    model, x = Assigns(16, 16).eval(), torch.randn(3, 16)
+    with torch.no_grad():
+        trial = Trial(model, trace_method(model, "forward", (x,), {}, None), Inputs((x,), {}))
+        value, (assigned,) = trial.moved()
+        assert torch.equal(value, assigned + 1)
+        own = trial.own(model.forward), trial.assigned(model)
+    assert 0 < (assigned - own[1][0]).abs().max() < 1e-5

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import fxopt
+from fxopt.compare import unchanged
 from fxopt.constants import Constant
 from fxopt.errors import GuardError, SaveError
 from fxopt.testing import compare, leaves
-from fxopt.testing.differences import unchanged
 
 from ..judging.rewritten import tensors
 from ..judging.subject import Subject

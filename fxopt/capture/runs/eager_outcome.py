@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from fxopt.capture.runs.own_copies import Examples
+from fxopt.compare import tensor_error
 from fxopt.objects import attributes, is_open, tensors_in
+from fxopt.outputs import plain, strides_of
 from fxopt.torch_internals import storage_identity
 
 # Condensed are tensors of so many numbers, a block to one number, a part at a time.
@@ -122,12 +124,12 @@ def contents_of(value: Any, condensed: bool, where: str = "") -> Iterator[tuple[
 
 
 def _of_tensor(tensor: torch.Tensor, condensed: bool) -> Content:
-    numbers = comparable(tensor.detach())
+    numbers = plain(tensor.detach())
     rounded = numbers.is_floating_point() or numbers.is_complex()
     # Half the digits of a dtype: other kernels, or other runs, add in another order.
     limit = torch.finfo(numbers.dtype).eps ** 0.5 if rounded else 0.0
     traits = {name: getattr(tensor, name) for name in ("dtype", "layout", "device")}
-    traits |= {"shape": tuple(tensor.shape), "strides": _strides(tensor)}
+    traits |= {"shape": tuple(tensor.shape), "strides": strides_of(tensor)}
     if condensed and type(numbers) is torch.Tensor and numbers.numel() >= _LARGE:
         numbers, limit = condensed_numbers(numbers), limit / _BLOCK**0.5
     else:
@@ -181,30 +183,10 @@ def _content_difference(left: Content, right: Content) -> str | None:
     return "has other values"
 
 
-def comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor of a dtype that `==` knows: not of 8 bits floating, nor of many bits without a sign."""
-    if tensor.is_nested:
-        return tensor.values() if tensor.layout is torch.jagged else tensor.to_padded_tensor(0.0)
-    if tensor.is_quantized or tensor.layout is not torch.strided:
-        return tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
-    if tensor.is_floating_point() and tensor.element_size() == 1:
-        return tensor.float()
-    signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-    return tensor.view(signed[tensor.dtype]) if tensor.dtype in signed else tensor
-
-
 def _same_numbers(left: torch.Tensor, right: torch.Tensor, limit: float) -> bool:
     if torch.equal(left, right) or left.shape != right.shape:
         return left.shape == right.shape
-    largest = float(left.abs().nan_to_num(0.0, 0.0, 0.0).max()) if limit else 0.0
-    return bool(torch.isclose(left, right, rtol=0.0, atol=limit * largest, equal_nan=True).all())
-
-
-def _strides(tensor: torch.Tensor) -> list[int]:
-    """Strides of the dimensions that are longer than 1, of which alone they tell something."""
-    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
-        return []
-    return [s for size, s in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return bool(limit) and tensor_error(left, right)[1] <= limit
 
 
 def _sharing(values: Any) -> list[int]:

@@ -12,9 +12,10 @@ from torch.overrides import TorchFunctionMode
 from fxopt.capture.capture_internals import IS_COMPILING, IS_EXPORTING, DisableTorchFunction, call_impl_of
 from fxopt.capture.nodes.source_location import describe_location, model_frame
 from fxopt.capture.patches.replaced import replaced
-from fxopt.capture.runs.eager_outcome import comparable, condensed_numbers
+from fxopt.capture.runs.eager_outcome import condensed_numbers
 from fxopt.node_values import NodeValues
 from fxopt.objects import tensors_in
+from fxopt.outputs import plain
 from fxopt.torch_internals import COMPILED
 
 Digest = tuple[Any, ...]
@@ -129,6 +130,6 @@ def _digests(value: Any) -> list[Digest]:
 
 
 def _digest(tensor: torch.Tensor) -> Digest:
-    sums = condensed_numbers(comparable(tensor))
+    sums = condensed_numbers(plain(tensor))
     order = torch.arange(1, len(sums) + 1, device=sums.device)
     return tensor.dtype, tuple(tensor.shape), repr(float((sums * order).sum()))
