@@ -31,4 +31,4 @@ class QuantizeLinears(PackingLinears):
         True
     """
 
-    tolerance = 0.03
+    tolerance = 0.05
