@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fxopt import torch_internals as internals
 from fxopt.activations import ACTIVATIONS
@@ -29,7 +30,13 @@ Its ReLU and hard sigmoid make 0 of NaN, which would hide a fault: ReLU is compu
 """
 
 
-ACTIVATED = (*EPILOGUES, "relu")
+IN_PLACE: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "relu": Tensor.relu_,
+    "relu6": functools.partial(functional.hardtanh_, min_val=0.0, max_val=6.0),
+}
+"""The activations that are computed in the memory of a product or sum."""
+
+ACTIVATED = (*EPILOGUES, *IN_PLACE)
 """The activations that a packed layer applies without new memory."""
 
 
@@ -87,8 +94,8 @@ def finished(value: Tensor, other: Tensor | None, activation: str | None) -> Ten
     """Add `other` to a layer's output and apply the activation, where the kernel has not done it."""
     if other is not None:
         value = value + other
-    if activation == "relu" and not torch.is_grad_enabled():
-        return value.relu_()
+    if activation is not None and activation in IN_PLACE and not torch.is_grad_enabled():
+        return IN_PLACE[activation](value)
     if activation is not None:
         chosen = ACTIVATIONS[activation]
         assert chosen.function is not None
@@ -285,6 +292,8 @@ def _available() -> Mapping[type[nn.Module], Mapping[str, Kernel]]:
             dtypes = tuple(dtype for dtype in kernel.dtypes if _works(layer, kernel, shape, dtype))
             if dtypes:
                 found[kind][name] = dataclasses.replace(kernel, dtypes=dtypes)
+    if "int8" in found[nn.Linear]:  # which is faster for all sizes
+        found[nn.Linear].pop("int8_weight", None)
     return found
 
 

@@ -14,7 +14,7 @@ from fxopt.activations import ACTIVATIONS, as_module, same_activation
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedConv2d, PackedLinear, fuses_epilogues
 from fxopt.operators import name_of
-from fxopt.packed_operators import ACTIVATED
+from fxopt.packed_operators import ACTIVATED, IN_PLACE
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
@@ -85,7 +85,9 @@ def _keywords(index: GraphIndex, call: Node, user: Node) -> dict[str, Any]:
         return {}
     activation, convolves = _activation(index, user), isinstance(layer, PackedConv2d)
     if activation:
-        return {} if call.kwargs and not (convolves and activation == "relu") else {"activation": activation}
+        return (
+            {} if call.kwargs and not (convolves and activation in IN_PLACE) else {"activation": activation}
+        )
     other = _added(call, user)
     return {} if other is None or call.kwargs else {"other": other}
 

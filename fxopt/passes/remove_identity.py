@@ -45,7 +45,8 @@ class RemoveIdentity(ReversibleRewrite[Node]):
         for node in index.nodes:
             module = index.module(node) if node.op == "call_module" else None
             facts = facts_of(node, module)
-            if Fact.VIEW not in facts or node.all_input_nodes[:1] != [graph.first_argument(node)]:
+            candidate = Fact.VIEW in facts or graph.function_name(node) == "pad"
+            if not candidate or node.all_input_nodes[:1] != [graph.first_argument(node)]:
                 continue  # `nn.Identity` takes anything: tuples, dicts, None
             if Fact.RANDOM in facts and not index.memory.is_pure(node):
                 yield Refusal(node, "it is active: the model is in training mode, or it works in place")
@@ -69,7 +70,11 @@ def _obstacle(index: GraphIndex, node: Node, module: nn.Module | None) -> str | 
         if free is not None:
             return f"the input {free.name} may come in another dtype, from which this casts"
     source = node.all_input_nodes[0]
-    writer = index.memory.written(node)  # autograd treats a write into a view otherwise
+    copies = graph.function_name(node) == "pad"
+    if copies and index.memory.is_returned(node):
+        return "the graph returns it, which is a copy"
+    # Autograd treats a write into a view otherwise.
+    writer = index.memory.written(node) or (index.memory.written(source) if copies else None)
     if writer:
         return f"{writer.name} may write into it"
     if index.graph_module.graph.output_node() in source.users.keys() & node.users.keys():
@@ -127,6 +132,8 @@ def _gives_back(index: GraphIndex, node: Node, module: nn.Module | None, facts: 
     if name == "contiguous":
         return _is_always_contiguous(source) and len(node.args) + len(node.kwargs) == 1
     options = (*node.args[1:], *node.kwargs.values())
+    if name == "pad":
+        return str(value.shape) == str(taken.shape) and not any(graph.argument(node, "pad") or [1])
     if name in _CASTS:
         return value.dtype == taken.dtype and all(isinstance(option, torch.dtype) for option in options)
     if reads_bits(node):

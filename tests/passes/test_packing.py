@@ -255,6 +255,7 @@ def test_an_image_without_a_batch_is_refused():
 
 FUSED = [
     (lambda m, x: m.a(x).relu(), 1),
+    (lambda m, x: F.relu6(m.a(x)), 1),
     (lambda m, x: F.gelu(m.a(x)), 1),
     (lambda m, x: F.gelu(m.a(x), approximate="tanh"), 1),
     (lambda m, x: F.silu(m.b(x)), 1),

@@ -36,6 +36,7 @@ class Uses(nn.Module):
         (lambda m, x: x.transpose(1, 2).contiguous().reshape(2, 12).contiguous() + 1, 1),
         (lambda m, x: x.to(x.dtype).type_as(x) + 1, 1),
         (lambda m, x: m.identity(x).add_(1), 1),
+        (lambda m, x: F.pad(F.pad(x, (0, 0)), (0, 0, 0, 0), mode="constant") + 1, 2),
     ],
 )
 def test_what_changes_nothing_goes(function, sites):
@@ -46,6 +47,8 @@ def test_what_changes_nothing_goes(function, sites):
     "function",
     [
         lambda m, x: x.reshape(3, 2, 4),
+        lambda m, x: F.pad(x, (0, 1)),
+        lambda m, x: F.pad(x, (1, -1)),
         lambda m, x: x.transpose(0, 1),
         lambda m, x: x[:, 1:],
         lambda m, x: x[[1, 0]],
@@ -208,3 +211,15 @@ def test_sizes_that_nobody_checks_are_not_believed():
     traced = torch.fx.symbolic_trace(Reshapes())
     FakeTensorProp(traced, FakeTensorMode(allow_non_fake_inputs=True)).propagate(torch.ones(2, 4))
     assert not RemoveIdentity().explain(traced).sites
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda m, x: F.pad(x, (0, 0)), "which is a copy"),
+        (lambda m, x: F.pad(x, (0, 0)) * x.add_(1), "may write into it"),
+        (lambda m, x: F.pad(x, (0, 0)).add_(1) * x, "may write into it"),
+    ],
+)
+def test_a_padding_of_nothing_is_a_copy(function, reason):
+    refused(RemoveIdentity(), Uses(function), X, reason=reason, trace=fxopt_trace)

@@ -70,7 +70,11 @@ def _wrong_count(
 ) -> str:
     """A pass alone must rewrite as many sites as are recorded; in company it may find more or fewer."""
     recorded = subject.entry.sites.get(pipeline[0]) if len(pipeline) == 1 else None
-    if recorded is None or sites == (recorded,) or isinstance(subject.members(pipeline)[0][1], QuantizeLinears):
+    if (
+        recorded is None
+        or sites == (recorded,)
+        or isinstance(subject.members(pipeline)[0][1], QuantizeLinears)
+    ):
         return ""  # only some processors have products of int8 for every size
     model, (found,) = subject.entry.name, sites
     why = Counter(reason for _, _, reason in refusals).most_common(1)
