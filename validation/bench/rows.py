@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from fxopt.compare import cosine_similarity
 from fxopt.testing import compare as compare_outputs
 
-from ..judging.metrics import cosine
 from ..judging.repro import portable
 from ..timing import Others, in_random_order, ratio, second_of_two
 from .engines import EAGER, Prepare, engines, quiet, reason, tensors
@@ -131,5 +131,4 @@ def exactness(outputs: list[torch.Tensor], exact: list[torch.Tensor]) -> tuple[f
     Raises `AssertionError` when they are not of the same number and shapes.
     """
     error = compare_outputs(exact, outputs, dtypes=False).max_rel
-    pairs = [(wide.double(), own.double()) for wide, own in zip(exact, outputs, strict=True) if own.numel()]
-    return error, min(cosine({"": wide}, {"": own}) for wide, own in pairs)
+    return error, cosine_similarity(exact, outputs)

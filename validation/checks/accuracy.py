@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from fxopt.compare import cosine_similarity, norm_error
 from fxopt.errors import GuardError
 from fxopt.testing import compare, leaves
 from fxopt.testing.probes import not_finite
 
-from ..judging.metrics import METRICS
 from ..judging.subject import FLOOR, Subject
 from ..records import Finding, Outcome
 
@@ -78,12 +79,32 @@ def _sizes_follow_values(graph: GraphModule) -> bool:
 
 def _measure(original: Any, output: Any) -> dict[str, float | int]:
     compared = compare(original, output)
-    reference, candidate = floating(original), floating(output)
-    measured = {name: metric(reference, candidate) for name, metric in METRICS.items()}
-    return {**measured, "tensors_compared": compared.tensors}
+    return {
+        "agreement": agreement(_floating(original), _floating(output)),
+        "cosine": cosine_similarity(original, output),
+        "relative_error": norm_error(original, output),
+        "tensors_compared": compared.tensors,
+    }
 
 
-def floating(output: Any) -> dict[str, Tensor]:
+def agreement(reference: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> float:
+    """The share of positions whose largest value along the last axis is at the same place: the predicted class or token.
+
+    Of an output with tensors called logits only these count; a model without a head has none, and its features stand in for them.
+
+    Example:
+        >>> agreement({"logits": torch.eye(2)}, {"logits": torch.tensor([[2.0, 1.0], [2.0, 1.0]])})
+        0.5
+    """
+    vectors = [path for path, tensor in reference.items() if tensor.ndim and tensor.shape[-1] > 1]
+    chosen = [path for path in vectors if "logits" in path] or vectors
+    if not chosen:
+        raise AssertionError("the outputs hold no vectors, so there are no predictions to compare")
+    same = [(reference[path].argmax(-1) == candidate[path].argmax(-1)).flatten() for path in chosen]
+    return float(torch.cat(same).double().mean())
+
+
+def _floating(output: Any) -> dict[str, Tensor]:
     """The floating tensors of an output by their paths, in float64."""
     return {
         path: value.double()

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 
 import fxopt
+from fxopt.compare import cosine_similarity, norm_error
 from fxopt.errors import FallbackWarning
 from fxopt.testing import compare
 
-from ..judging.metrics import METRICS
 from ..judging.subject import Subject
 from ..records import Finding, Outcome
 from ..regressions.metric import BUSY, EAGER
 from ..timing import Others, timing_threads
 from ..zoo.plan import OPTIMIZED
-from .accuracy import floating
 
 MOST_ERROR = {"float32": 1e-3, "bfloat16": 0.1, "int8": 0.1}
 """The limit of the relative error of each precision, by the norm of an output."""
@@ -41,10 +40,8 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
             for given in (inputs, {name: value.flip(0) for name, value in inputs.items()}):
                 expected, actual = subject.run(model, dtype, given), subject.run(fast, dtype, given)
                 compare(expected, actual)  # raises where the structures differ
-                original, output = floating(expected), floating(actual)
-                measured["cosine"] = min(measured["cosine"], METRICS["cosine"](original, output))
-                error = METRICS["relative_error"](original, output)
-                measured["relative_error"] = max(measured["relative_error"], error)
+                measured["cosine"] = min(measured["cosine"], cosine_similarity(expected, actual))
+                measured["relative_error"] = max(measured["relative_error"], norm_error(expected, actual))
     finally:
         torch.set_num_threads(before)
     if said := report.reason or report.unused:
