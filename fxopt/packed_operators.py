@@ -169,20 +169,18 @@ def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
     def compute(
         bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
     ) -> Tensor:
+        fits = input.dim() > 1 and input.numel() == inputs and input.dtype is torch.float32
+        if for_one_row is not None and fits:
+            row: Tensor = internals.dynamic_linear(input, for_one_row, False)
+            return finished(row if bias is None else row.add_(bias), other, activation)
         values = input.reshape(-1, inputs).float()
-        if for_one_row is not None and len(values) == 1:
-            value: Tensor = internals.dynamic_linear(values, for_one_row, False)
-            value = value if bias is None else value.add_(bias)
-        else:
-            # A row of zeros has NaN here, which becomes some integer, and is 0 again after the product with its scale.
-            sizes = values.abs().amax(1, keepdim=True).mul_(1 / 127)
-            small = values.div(sizes).round_().to(torch.int8)
-            value = internals.quantized_linear(
-                *(small, one, zero, packed, scale, zeros, None, 1.0, 0, torch.float32, "none", [], "")
-            )
-            value = (
-                value.mul_(sizes) if bias is None else torch.addcmul(bias.float(), value, sizes, out=value)
-            )
+        # A row of zeros has NaN here, which becomes some integer, and is 0 again after the product with its scale.
+        sizes = values.abs().amax(1, keepdim=True).mul_(1 / 127)
+        small = values.div(sizes).round_().to(torch.int8)
+        value: Tensor = internals.quantized_linear(
+            *(small, one, zero, packed, scale, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+        )
+        value = value.mul_(sizes) if bias is None else torch.addcmul(bias.float(), value, sizes, out=value)
         value = value.to(input.dtype).reshape(*input.shape[:-1], features)
         return finished(value, other, activation)
 
