@@ -130,7 +130,7 @@ def test_a_planted_fault_is_found_and_made_small(target, name, planted, kind, tm
     with mock.patch.object(target, name, planted):
         program, plan, fault = next(f for f in _faults(range(1500)) if f[2].kind == kind or not kind)
         small = reduction.reduce(program, plan, fault.kind)
-        assert len(small[0].body) <= 6
+        assert len(small[0].body) <= 12
         assert len(small[1].passes) <= 3
         path = tmp_path / "found.py"
         path.write_text(reduction.script(*small, str(fault)))

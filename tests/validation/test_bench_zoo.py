@@ -136,7 +136,8 @@ def test_a_model_that_cannot_be_built_is_a_row():
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(models.entries("zoo.yaml")))
-def test_a_model_of_the_zoo_takes_its_inputs(name):
+def test_a_model_of_the_zoo_takes_its_inputs(name, monkeypatch):
+    monkeypatch.setattr(models, "randomise", lambda model, seed: model)  # which meta tensors cannot be
     entry = models.entries("zoo.yaml")[name]
     if entry.library != "transformers":
         pytest.importorskip(entry.library)
