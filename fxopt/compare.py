@@ -235,7 +235,12 @@ def norm_errors(expected: object, actual: object, integers: bool = False) -> lis
 
 def cosine_similarity(expected: object, actual: object) -> float:
     """The least cosine between two floating tensors of two outputs, as long vectors."""
-    sides = [part for both in _vectors(expected, actual) for part in _parts(*map(_numbers, both))]
+    sides = []
+    for left, right in (map(_numbers, both) for both in _vectors(expected, actual)):
+        if (left.isnan() & ~right.isnan()).any():
+            return 0.0
+        finite = left.isfinite()
+        sides += _parts(left[finite], right[finite]) if finite.any() else []
     vectors = ((left.flatten(), right.flatten()) for left, right in sides if left.norm() > 0)
     cosine = functools.partial(torch.nn.functional.cosine_similarity, dim=0)
     return min((float(cosine(*both)) for both in vectors), default=1.0)
@@ -318,10 +323,13 @@ FILL = 1e6
 def _parts(values: Tensor, others: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Numbers with those at the same places; what fills masked places, beside which no error would be seen, apart."""
     sizes = _finite(values).abs()
-    filling = sizes > sizes.max() / 2
-    rest = sizes[~filling]
-    if sizes.max() < FILL or not rest.any() or rest.max() >= sizes.max() / FILL:
+    if sizes.max() < FILL:
         return [(values, others)]
+    ordered = sizes[sizes > 0].unique()
+    gaps = ordered[1:] / ordered[:-1]
+    if not gaps.numel() or gaps.max() < FILL or ordered[gaps.argmax() + 1] < FILL:
+        return [(values, others)]
+    filling = sizes >= ordered[gaps.argmax() + 1]
     return [(values[mask], others[mask]) for mask in (filling, ~filling)]
 
 

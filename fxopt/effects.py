@@ -93,7 +93,13 @@ def _written_by_module(node: Node, module: nn.Module) -> tuple[Node, ...] | None
         return None
     if not operators.is_torch_module(module) or any(map(has_forward_hooks, parts(module))):
         return tuple(node.all_input_nodes)
-    return _first_argument(node) if any(getattr(part, "inplace", False) for part in parts(module)) else ()
+    return _first_argument(node) if any(map(_works_in_place, parts(module))) else ()
+
+
+def _works_in_place(module: nn.Module) -> bool:
+    """Tell whether a module writes into its input: inactive dropout gives that back."""
+    inactive = isinstance(module, nn.modules.dropout._DropoutNd) and not module.training
+    return bool(getattr(module, "inplace", False)) and not inactive
 
 
 def _written_by_function(node: Node) -> tuple[Node, ...] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -170,7 +171,8 @@ def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
         bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
     ) -> Tensor:
         fits = input.dim() > 1 and input.numel() == inputs and input.dtype is torch.float32
-        if for_one_row is not None and fits:
+        # The operator for one row makes numbers of NaN.
+        if for_one_row is not None and fits and math.isfinite(input.sum()):
             row: Tensor = internals.dynamic_linear(input, for_one_row, False)
             return finished(row if bias is None else row.add_(bias), other, activation)
         values = input.reshape(-1, inputs).float()

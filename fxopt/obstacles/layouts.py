@@ -27,7 +27,7 @@ class Region:
     Attributes:
         convs: the calls of the convolutions, in graph order.
         nodes: these, and all nodes whose values are in channels_last when those of the convolutions are.
-        borders: each value that others use, with these users: they get it in the layout that it has in the graph.
+        borders: pairs of a value and its users outside of the region, which get a copy in the layout that it had before.
     """
 
     convs: tuple[Node, ...]
@@ -73,7 +73,7 @@ def region_obstacle(index: GraphIndex, region: Region) -> str | None:
                 "torch.fx.passes.fake_tensor_prop.FakeTensorProp on the graph module, with "
                 "FakeTensorMode(allow_non_fake_inputs=True)"
             )
-    roots = _roots(index, region)
+    roots, inside = _roots(index, region), {*region.nodes}
     for node, users in region.borders:
         value = graph.value_of(node)
         if not (value.is_contiguous() or value.is_contiguous(memory_format=torch.channels_last)):
@@ -82,10 +82,18 @@ def region_obstacle(index: GraphIndex, region: Region) -> str | None:
         if twins and index.memory.is_returned(node):
             return f"{node.name} and {twins[0].name} may share memory that the graph returns"
         first = min(map(index.position.__getitem__, users))
-        for writer in index.memory.writers(node):
-            if index.position[writer] >= first and _is_seen_on_the_other_side(index, region, node, writer):
+        late = [writer for writer in index.memory.writers(node) if index.position[writer] >= first]
+        # In another layout of the inputs, what reshapes gives copies in the place of views, which no write reaches.
+        copies = any(_may_copy(alias) for alias in index.memory.aliases(node) if alias not in inside)
+        for writer in late:
+            if copies or twins or _is_seen_on_the_other_side(index, region, node, writer):
                 return f"{writer.name} may write into the memory of {node.name} after that is copied"
     return None
+
+
+def _may_copy(node: Node) -> bool:
+    """Tell whether the strides of its input decide if the value of a node is a view."""
+    return Fact.COPIES in facts_of(node) or name_of(node) == "to"
 
 
 def _roots(index: GraphIndex, region: Region) -> dict[Node, set[Node]]:
@@ -98,7 +106,7 @@ def _roots(index: GraphIndex, region: Region) -> dict[Node, set[Node]]:
 
 
 def _is_seen_on_the_other_side(index: GraphIndex, region: Region, value: Node, writer: Node) -> bool:
-    """Tell whether a later node reads the memory of a value, where `writer` writes into its copy, or the other way round."""
+    """Tell whether `writer` writes into the value and a later node reads its copy, or the other way round."""
     position = index.position
     first = {node: min(map(position.__getitem__, users)) for node, users in region.borders}
     inside = {*region.nodes}

@@ -133,7 +133,8 @@ def _gives_back(index: GraphIndex, node: Node, module: nn.Module | None, facts: 
         return _is_always_contiguous(source) and len(node.args) + len(node.kwargs) == 1
     options = (*node.args[1:], *node.kwargs.values())
     if name == "pad":
-        return str(value.shape) == str(taken.shape) and not any(graph.argument(node, "pad") or [1])
+        same = str((value.shape, value.stride())) == str((taken.shape, taken.stride()))
+        return same and not any(graph.argument(node, "pad") or [1])
     if name in _CASTS:
         return value.dtype == taken.dtype and all(isinstance(option, torch.dtype) for option in options)
     if reads_bits(node):
