@@ -327,7 +327,7 @@ def _parts(values: Tensor, others: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [(values, others)]
     ordered = sizes[sizes > 0].unique()
     gaps = ordered[1:] / ordered[:-1]
-    if not gaps.numel() or gaps.max() < FILL or ordered[gaps.argmax() + 1] < FILL:
+    if not gaps.numel() or gaps.max() <= FILL or ordered[gaps.argmax() + 1] < FILL:
         return [(values, others)]
     filling = sizes >= ordered[gaps.argmax() + 1]
     return [(values[mask], others[mask]) for mask in (filling, ~filling)]

@@ -144,6 +144,8 @@ def set_items(target: Any, items: Any) -> None:
 
 
 def _set(target: Any, changed: dict[str, Any]) -> None:
+    if isinstance(target, torch.nn.Module | type | types.FunctionType):  # where an attribute would be called
+        raise TypeError(f"a graph gives no attributes to a {type(target).__name__}")
     for name, value in changed.items():
         if isinstance(getattr(type(target), name, None), types.MemberDescriptorType):
             object.__setattr__(target, name, value)  # a slot

@@ -150,3 +150,15 @@ def test_what_fills_masked_places_hides_nothing(fill: float) -> None:
     assert compare(right, missing).max_rel == pytest.approx(1)
     assert norm_error(right, missing) > 0.5
     assert compare(missing, right).max_rel >= 0.5
+
+
+def test_masks_of_several_sizes_hide_no_error() -> None:
+    expected, found = torch.tensor([-2e9, -1e9, 1.0, 2.0]), torch.tensor([-2e9, -1e9, 1.0, 5.0])
+    assert norm_error(expected, found) > 1
+    assert compare(expected, found).max_rel == 1.5
+
+
+def test_a_number_in_the_place_of_nan_has_no_cosine() -> None:
+    exact = torch.tensor([math.nan, 1.0])
+    assert cosine_similarity(exact, torch.tensor([math.nan, 2.0])) == pytest.approx(1)
+    assert cosine_similarity(exact, torch.tensor([5.0, 1.0])) == 0

@@ -191,7 +191,11 @@ def test_int8_rounds_and_nothing_more(kernel, bias):
                 assert packed(x).shape == wanted.shape
         assert packed(torch.randn(128)).shape == (13,)
         assert packed(torch.randn(0, 128)).shape == (0, 13)
-        assert packed(torch.full((2, 128), torch.nan)).isnan().all()
+        for rows in (1, 2):
+            broken = torch.randn(rows, 128)
+            broken[:, 3] = torch.nan
+            assert packed(broken).isnan().all()
+            assert packed(torch.full((rows, 128), torch.nan)).isnan().all()
     layer.weight[0] = 0
     layer.weight[1] *= 1e-4
     if bias:

@@ -293,6 +293,20 @@ EDITS = {
     "get_attr": (reads("dense.forward.__globals__"), "the path"),
     "get_attr of a method": (reads("dense.forward"), "'dense.forward', which is not there"),
     "layer as a value": (reads("dense"), "'dense', which is not there"),
+    "the layers of a module": (reads("_modules"), "'_modules', which is not there"),
+    "the hooks of a module": (reads("dense._forward_hooks"), "'dense._forward_hooks', which is not there"),
+    "a function in a list": (
+        lambda d: d["modules"][0]["attributes"].update(stuff=[{"name": "builtins.getattr"}]),
+        "builtins.getattr as a value",
+    ),
+    "a function in a dict in a tuple": (
+        attributes(stuff={"tuple": [{"dict": [["a", {"name": "fxopt.objects.set_attributes"}]]}]}),
+        "set_attributes as a value",
+    ),
+    "a function of a pass that gives a generator": (
+        call("fxopt.passes.folding.each_layer_once", {"tuple": []}),
+        "each_layer_once, which is neither",
+    ),
     "getattr": (call("builtins.getattr", {"node": "x"}, "__class__"), "the path '__class__'"),
     "getattr that Python normalizes": (
         call("builtins.getattr", {"node": "x"}, "_\ufe33class__"),

@@ -82,6 +82,11 @@ _OWN = (
     modes.set_grad_enabled,
 )
 _PASSES = "fxopt.passes."  # the files in it: the package itself imports what it is told
+# The functions of passes that graphs call: any other may hand out more than tensors, as a generator does.
+_OF_PASSES = {
+    *("fxopt.passes.change_precision.saturate", "fxopt.passes.pack_convs.channels_last"),
+    "fxopt.passes.pack_convs.contiguous",
+}
 _RESTORING = (_PASSES, "fxopt.packing", "fxopt.rewriting.pattern")
 CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, type(...))
 """Types whose values have names."""
@@ -254,7 +259,7 @@ def _is_dispatched(overload: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _defined(name: str) -> Any:
     """A class that holds values, a layer, a pass, or a public function of a pass, by its own name; None for any other."""
-    path, _, own = name.rpartition(".")
+    path = name.rpartition(".")[0]
     of_library = _LIBRARIES.fullmatch(path) is not None
     if of_library:
         try:
@@ -265,7 +270,7 @@ def _defined(name: str) -> Any:
         return None
     found = _found(name)
     if not isinstance(found, type):
-        return None if own.startswith("_") else _function_of(name, _PASSES)
+        return _function_of(name, _PASSES) if name in _OF_PASSES else None
     fits = issubclass(found, _OF_LIBRARIES if of_library else _LAYERS)
     return found if fits or (of_library and _CACHES & {base.__name__ for base in found.__mro__}) else None
 

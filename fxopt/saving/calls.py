@@ -71,6 +71,12 @@ def check_name(name: Any) -> None:
 
 def check_value(names: Names, value: Any) -> None:
     """Raise Refused where a layer or an object would call, in the place of a method, what only nodes may, or layers of a class."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            check_value(names, item)
+        return
     makes_layers = isinstance(value, type) and issubclass(value, torch.nn.Module | Transformation)
     if (makes_layers or any(value is each for each in _BY_NODES)) and not _is_trusted(names, value):
         raise Refused(f"{qualified_name(value)} as a value, which could be called in the place of a method")

@@ -180,7 +180,7 @@ class Reader:
                 f"{path}.{name}".removeprefix(".")
                 for path, owner in modules.items()
                 for name, value in {**vars(owner), **parameters_of(owner), **buffers_of(owner)}.items()
-                if not callable(value)
+                if name not in no_attributes(owner) and not _holds_callables(value)
             },
         }
         for data in entry["nodes"]:
@@ -207,6 +207,15 @@ class Reader:
         marks = self.read(data["marks"])
         node.meta = {key: origin[key] for key in ORIGIN if key in origin} | ({MARKS: marks} if marks else {})
         return node
+
+
+def _holds_callables(value: Any) -> bool:
+    """Tell whether a value is or holds a layer, a function or a class, which a graph would get into its hands."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(map(_holds_callables, value))
+    return callable(value)
 
 
 _SIZES: dict[type, str] = {SizeGuard: "condition", TensorSpec: "shape", NumberSpec: "value"}

@@ -10,6 +10,7 @@ import torch
 from torch.export import Dim
 
 import fxopt
+from fxopt import objects
 from tests.capture.test_odd_models import Does
 from tests.modules import module
 
@@ -329,3 +330,15 @@ def test_what_holds_itself_is_one_clear_error(make):
         for depth in range(4):  # where Python stops depends on how deep the caller is
             with pytest.raises(fxopt.TraceError, match="holds itself.*leave out the part that leads back"):
                 called_at(depth, lambda model=model, args=args: fxopt.trace(model, args))
+
+
+def test_a_graph_gives_no_attributes_to_what_is_called():
+    """A forged graph would give a layer another `forward`."""
+    for target in (
+        torch.nn.ReLU(),
+        torch.nn.ReLU,
+        len.__class__,
+        test_a_graph_gives_no_attributes_to_what_is_called,
+    ):
+        with pytest.raises(TypeError, match="gives no attributes"):
+            objects.set_attributes(target, {"forward": print})

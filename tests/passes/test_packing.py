@@ -174,6 +174,10 @@ def test_a_layer_called_twice_is_refused():
     )
 
 
+def twice(value):
+    return value, F.dropout(value, training=False)
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -193,6 +197,12 @@ def test_a_layer_called_twice_is_refused():
         (
             lambda m, x: (lambda y: (y, F.dropout(y, training=False)))(m.a(x)),
             "may share memory that the graph returns",
+        ),
+        # Whether this is a view depends on the layout of the inputs.
+        (lambda m, x: (lambda y: (y.flatten(1), y[:, 0].zero_())[0])(m.a(x)), "after that is copied"),
+        (
+            lambda m, x: (lambda y, z: (z.mul_(2), y + 1)[1])(*torch.broadcast_tensors(*twice(m.a(x)))),
+            "after that is copied",
         ),
     ],
 )

@@ -48,6 +48,7 @@ def test_what_changes_nothing_goes(function, sites):
     [
         lambda m, x: x.reshape(3, 2, 4),
         lambda m, x: F.pad(x, (0, 1)),
+        lambda m, x: F.pad(x[:, :1].expand(2, 3, 4), (0, 0)),
         lambda m, x: F.pad(x, (1, -1)),
         lambda m, x: x.transpose(0, 1),
         lambda m, x: x[:, 1:],
