@@ -63,11 +63,11 @@ def zoo(
     file = out / "zoo.parquet"
     table = pd.read_parquet(file) if file.exists() else pd.DataFrame(columns=KEYS)
     known = models.zoo()
+    run = store.Run.now(threads=threads or cores())  # before the table makes the tree dirty
     wanted = [each.strip() for each in engines.split(",") if each.strip()]
     for case in itertools.product(
         models.named(chosen, known), models.named(precision, PRECISIONS, "precision"), [threads or cores()]
     ):
-        run = store.Run.now(threads=case[-1])
         there = (table[KEYS] == [*case, run.devices["cpu"]]).all(axis=1)
         if there.any() and not again:
             continue
