@@ -220,9 +220,8 @@ class Graphs:
         dynamic = self.dynamic if inputs.method == "forward" else None
         lowered, report = prepare(self._model, inputs, dynamic, free, self.options, book.state.holds)
         disagreement = self._disagreement(book, report)
-        if (
-            again and disagreement == _CHANGED
-        ):  # by its first run, perhaps: models of transformers add hooks then
+        # Perhaps by its first run: models of transformers add hooks then.
+        if again and disagreement == _CHANGED:
             return self._make(self._opened(), inputs, named, key, shapes, again=False)
         reason = report.reason or disagreement
         if lowered is None or reason:

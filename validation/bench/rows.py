@@ -116,9 +116,9 @@ def _ready(
     row.first_call_s = time.perf_counter() - start
     row.error, row.cosine = exactness(outputs, exact)
     if prepared.model is not None:
-        (graph,) = prepared.model.report or [None]
-        row.eager = portable(graph.reason or "") if graph else str(prepared.model.report)
-        row.memory = graph.memory or math.nan if graph else math.nan
+        report = prepared.model.report
+        row.eager = portable(report[-1].reason or "") if report else str(report)
+        row.memory = (report[-1].memory if report else None) or math.nan
     turn = second_of_two(prepared.run, functools.partial(prepared.feed, workload.inputs))
     for _ in range(WARM_UP):
         turn()
