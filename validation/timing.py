@@ -167,7 +167,9 @@ def timing_threads() -> int:
     return max(1, cores() // 2)
 
 
-def second_of_two(run: Callable[[Any], object], feed: Callable[[], Any]) -> Callable[[], float]:
+def second_of_two(
+    run: Callable[[Any], object], feed: Callable[[], Any], wait: Callable[[], object] = lambda: None
+) -> Callable[[], float]:
     """A turn that runs twice, each time on what it is fed untimed, and gives the seconds of the second run.
 
     The first brings the weights back into the caches, and lets the threads of what ran before come to rest.
@@ -176,7 +178,7 @@ def second_of_two(run: Callable[[Any], object], feed: Callable[[], Any]) -> Call
     def turn() -> float:
         run(feed())
         given = feed()
-        return seconds_of(lambda: run(given))
+        return seconds_of(lambda: run(given), wait)
 
     return turn
 

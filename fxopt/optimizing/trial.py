@@ -18,6 +18,7 @@ from fxopt.capture import TracedModule
 from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.compare import norm_error, unlike
 from fxopt.graph_index import GraphIndex
+from fxopt.objects import tensors_in
 from fxopt.optimizing.inputs import Inputs
 from fxopt.outputs import mapped, restored, same_bits
 from fxopt.submodules import parts, split_path, tensors_of
@@ -147,9 +148,16 @@ def speedup(model: Function, computed: Function, inputs: Inputs) -> float:
 
 
 def _seconds(function: Function, inputs: Inputs, again: bool = True) -> float:
-    """The seconds of a call; of a short one, those of the second in a row, as in use."""
-    copied, start = inputs.copied(), time.perf_counter()
+    """The seconds of a call until its device has computed; of a short one, those of the second in a row, as in use."""
+    copied = inputs.copied()
+    devices = {tensor.device for tensor in tensors_in((copied.args, dict(copied.kwargs)))}
+    queues = [device for device in devices if device.type not in ("cpu", "meta")]
+    for device in queues:
+        torch.accelerator.synchronize(device)
+    start = time.perf_counter()
     function(*copied.args, **copied.kwargs)
+    for device in queues:
+        torch.accelerator.synchronize(device)
     took = time.perf_counter() - start
     return _seconds(function, inputs, False) if again and took < _SHORT else took
 

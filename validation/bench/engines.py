@@ -52,8 +52,8 @@ Prepare = Callable[[nn.Module, Mapping[str, Any], int], Prepared]
 """Makes a model ready for inputs like these and for so many threads; leaves the model as it is."""
 
 
-def engines(precision: str) -> dict[str, Prepare]:
-    """The engines for `float32`, `bfloat16` or `int8` by name; the first is eager float32, the measure of all others."""
+def engines(precision: str, device: str = "cpu") -> dict[str, Prepare]:
+    """The engines of a device for `float32`, `bfloat16` or `int8` by name; the first is eager float32, the measure of all others."""
     chosen: dict[str, Prepare] = {
         EAGER: eager,
         AGAIN: eager,
@@ -74,7 +74,17 @@ def engines(precision: str) -> dict[str, Prepare]:
             "torch.ao int8": dynamically_quantized,
             "ONNX Runtime int8": functools.partial(onnxruntime, int8=True),
         }
-    return chosen
+    if device == "cpu":
+        return chosen
+    there = {
+        name: made for name, made in chosen.items() if name.startswith((EAGER, "fxopt", "torch.compile"))
+    }
+    graphs = functools.partial(compiled, mode="reduce-overhead")
+    if precision == "float32":
+        there["torch.compile reduce-overhead"] = graphs
+    elif precision == "bfloat16":
+        there["torch.compile reduce-overhead bfloat16"] = functools.partial(_in_bfloat16, graphs)
+    return there
 
 
 EAGER = "eager"
@@ -89,10 +99,12 @@ def eager(model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared
     return Prepared(fresh, lambda feed: model(**feed))
 
 
-def compiled(model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared:
+def compiled(
+    model: nn.Module, inputs: Mapping[str, Any], threads: int, *, mode: str | None = None
+) -> Prepared:
     """`torch.compile` by inductor with frozen weights, from empty caches."""
     torch._dynamo.reset()
-    module = torch.compile(model)
+    module = torch.compile(model, mode=mode)
     with torch._inductor.config.patch(freezing=True, force_disable_caches=True):
         module(**fresh(inputs))
     return Prepared(fresh, lambda feed: module(**feed))

@@ -124,11 +124,12 @@ class Workload:
         )
 
 
-def workload(name: str, batch: int = 0) -> Workload:
+def workload(name: str, batch: int = 0, device: str = "cpu") -> Workload:
     """The model of this name of the zoo with its inputs, the same in every process."""
     entry = zoo()[name]
-    model = entry.make()
-    inputs = entry.inputs(model, batch or entry.said.get("batch", 1))
+    model = entry.make().to(device)
+    made = entry.inputs(model, batch or entry.said.get("batch", 1))
+    inputs = with_tensors(made, lambda tensor: tensor.to(device))
     return (
         decoding(Workload(model, inputs, name)) if entry.said.get("step") else Workload(model, inputs, name)
     )

@@ -19,7 +19,7 @@ from fxopt.compare import cosine_similarity
 from fxopt.testing import compare as compare_outputs
 
 from ..judging.repro import portable
-from ..timing import Others, in_random_order, ratio, second_of_two
+from ..timing import Others, in_random_order, ratio, second_of_two, synchronise
 from .engines import EAGER, Prepare, engines, quiet, reason, tensors
 from .models import Workload, in_float64, workload
 
@@ -57,11 +57,13 @@ class Row:
     busy: float = math.nan
 
 
-def of_case(case: Case, names: Collection[str], rounds: int, seconds: float, limit: float) -> list[Row]:
+def of_case(
+    case: Case, names: Collection[str], rounds: int, seconds: float, limit: float, device: str = "cpu"
+) -> list[Row]:
     """The rows of a case, from a process of its own; one row with the reason where that ends or takes too long."""
     context: Any = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context) as pool:
-        running = pool.submit(_measured, case, names, rounds, seconds)
+        running = pool.submit(_measured, case, names, rounds, seconds, device)
         try:
             return running.result(limit)
         except Exception as error:  # it cannot be built, its process ended, or its time is up
@@ -70,10 +72,13 @@ def of_case(case: Case, names: Collection[str], rounds: int, seconds: float, lim
             return [Row(*case, EAGER, reason(error))]
 
 
-def _measured(case: Case, names: Collection[str], rounds: int, seconds: float) -> list[Row]:
+def _measured(
+    case: Case, names: Collection[str], rounds: int, seconds: float, device: str = "cpu"
+) -> list[Row]:
     with quiet():
-        chosen = {name: made for name, made in engines(case[1]).items() if name in names or not names}
-        return compare(case, workload(case[0]), chosen, rounds=rounds, seconds=seconds)
+        there = engines(case[1], device)
+        chosen = {name: made for name, made in there.items() if name in names or not names}
+        return compare(case, workload(case[0], device=device), chosen, rounds=rounds, seconds=seconds)
 
 
 def compare(
@@ -113,13 +118,15 @@ def _ready(
     start = time.perf_counter()
     prepared = prepare(workload.model, workload.inputs, threads)
     outputs = tensors(prepared.run(prepared.feed(workload.inputs)))
+    wait = synchronise(str(exact[0].device))
+    wait()
     row.first_call_s = time.perf_counter() - start
     row.error, row.cosine = exactness(outputs, exact)
     if prepared.model is not None:
         report = prepared.model.report
         row.eager = portable(report[-1].reason or "") if report else str(report)
         row.memory = (report[-1].memory if report else None) or math.nan
-    turn = second_of_two(prepared.run, functools.partial(prepared.feed, workload.inputs))
+    turn = second_of_two(prepared.run, functools.partial(prepared.feed, workload.inputs), wait)
     for _ in range(WARM_UP):
         turn()
     return turn

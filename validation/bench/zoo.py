@@ -11,6 +11,7 @@ from typing import Annotated, cast
 
 import numpy as np
 import pandas as pd
+import torch
 import typer
 
 from .. import store
@@ -49,6 +50,7 @@ def zoo(
         str, typer.Option(help="Engines by name, separated by commas; empty for all. Eager always runs.")
     ] = "",
     threads: Annotated[int, typer.Option(help="Threads of each engine; 0 for all cores.")] = 0,
+    device: Annotated[str, typer.Option(help="`cpu` or `cuda`.")] = "cpu",
     rounds: Annotated[int, typer.Option(help="The fewest rounds of each model.")] = 10,
     seconds: Annotated[float, typer.Option(help="Rounds go on for so long.")] = 20.0,
     limit: Annotated[float, typer.Option(help="Seconds after which the process of a model ends.")] = 900.0,
@@ -59,21 +61,23 @@ def zoo(
 
     Models that the table in the folder has are not measured again, so that a run that was cut goes on.
     """
+    if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
+        raise typer.BadParameter(f"there is no device {device!r} here")
     out.mkdir(parents=True, exist_ok=True)
     file = out / "zoo.parquet"
     table = pd.read_parquet(file) if file.exists() else pd.DataFrame(columns=KEYS)
     known = models.zoo()
-    run = store.Run.now(threads=threads or cores())  # before the table makes the tree dirty
+    run = store.Run.now(devices=[device], threads=threads or cores())  # before the table makes the tree dirty
     wanted = [each.strip() for each in engines.split(",") if each.strip()]
     for case in itertools.product(
         models.named(chosen, known), models.named(precision, PRECISIONS, "precision"), [threads or cores()]
     ):
-        there = (table[KEYS] == [*case, run.devices["cpu"]]).all(axis=1)
+        there = (table[KEYS] == [*case, run.devices[device]]).all(axis=1)
         if there.any() and not again:
             continue
         typer.echo(" ".join(map(str, case)), err=True)
-        measured = rows.of_case(case, {EAGER, *wanted} if wanted else (), rounds, seconds, limit)
-        facts = {"commit": run.commit, "machine": run.devices["cpu"], "versions": _versions()}
+        measured = rows.of_case(case, {EAGER, *wanted} if wanted else (), rounds, seconds, limit, device)
+        facts = {"commit": run.commit, "machine": run.devices[device], "versions": _versions()}
         entry = {"kind": known[case[0]].said["kind"], "unseen": bool(known[case[0]].said.get("unseen"))}
         new = pd.DataFrame([entry | dataclasses.asdict(row) | facts for row in measured])
         table = pd.concat([table[~there], new], ignore_index=True) if len(table) else new
