@@ -53,8 +53,14 @@ class MaskReader:
 
     def added(self, node: Node, step: Node) -> Mask:
         """The mask that a step adds."""
-        if self._may_be_infinite(node):
-            self.ask_for_keys(f"{node.name} may hold -inf: a row of it is NaN, and would be zeros")
+        device = graph.value_of(step).device.type
+        least = -math.inf if device == "cpu" else _LEAST_ELSEWHERE
+        if self._may_hold(least, node):
+            self.ask_for_keys(
+                f"{node.name} may hold -inf: a row of it is NaN, and would be zeros"
+                if device == "cpu"
+                else f"{node.name} may hold {least:.1e} or less: kernels of {device} give zeros for a row of it"
+            )
         return Mask(node, step)
 
     def checked_fill(self, source: Node, fill: Any) -> Any:
@@ -81,8 +87,8 @@ class MaskReader:
         if not self._each_row_has_a_key:
             raise Obstacle(f"{reason}. Where there is no such row, give each_row_has_a_key=True")
 
-    def _may_be_infinite(self, mask: Node) -> bool:
-        """Tell whether the graph writes -inf into a mask, or makes it by a logarithm."""
+    def _may_hold(self, least: float, mask: Node) -> bool:
+        """Tell whether the graph writes such a number or a smaller one into a mask, or makes it by a logarithm."""
         seen, pending = {mask}, [mask]
         while pending:
             node = pending.pop()
@@ -92,7 +98,7 @@ class MaskReader:
             map_aggregate((node.args, node.kwargs), found.append)
             if node.op == "get_attr":
                 found.append(attribute(self._index.graph_module, str(node.target)))
-            if any(map(_holds_infinity, found)) or name_of(node) in _LOGARITHMS:
+            if any(_holds(each, least) for each in found) or name_of(node) in _LOGARITHMS:
                 return True
             if node.op != "call_module" and Fact.MIXES not in facts_of(node):
                 made_by = (*node.all_input_nodes, *self._index.memory.writers(node))
@@ -107,13 +113,16 @@ class MaskReader:
         return constants_of(self._index)
 
 
-def _holds_infinity(value: object) -> bool:
+def _holds(value: object, least: float) -> bool:
     if isinstance(value, Tensor) and value.is_floating_point() and not value.is_meta:
-        return bool(value.isneginf().any())
-    return isinstance(value, float) and value == -math.inf
+        return bool((value <= least).any())
+    return isinstance(value, float) and value <= least
 
 
 _LOGARITHMS = ("log", "log2", "log10", "log1p", "logit", "logsumexp", "log_softmax", "log_sigmoid")
+
+_LEAST_ELSEWHERE = torch.finfo(torch.float32).min / 2
+"""Memory-efficient kernels multiply masks by log2(e), and so make -inf of float32's least number."""
 
 _SMALLEST = torch.finfo(torch.bfloat16).min
 """The value that masks with at most: a score that is added to it is lost in rounding, in every dtype but float16."""

@@ -603,3 +603,18 @@ def test_attention_of_transformers(name):
             assert len(calls(after)) == sites
             difference = after(**numbers).last_hidden_state - wide(**numbers).last_hidden_state
             assert difference.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(("device", "count"), [("cpu", 1), ("meta", 0)])
+def test_the_least_number_is_added_on_the_cpu_alone(device, count):
+    """Measured on an H200: where a row is masked entirely, its kernel gives zeros in the place of the mean of the values."""
+    with torch.device(device):
+        model = Attends(MASKS["added"][0]).eval()
+    traced = fxopt.trace(model, (X.to(device), PADDING.to(device)))
+    explanation = FuseAttention().explain(traced)
+    assert len(explanation.sites) == count
+    if not count:
+        assert "kernels of meta give zeros for a row of it" in explanation.refusals[0][2]
+        assert len(FuseAttention(each_row_has_a_key=True).explain(traced).sites) == 1
+    bias = Attends(lambda m, q, k, v: (scores(q, k) + m.bias).softmax(-1) @ v).eval().to(device)
+    assert len(FuseAttention().explain(fxopt.trace(bias, (X.to(device),))).sites) == 1
