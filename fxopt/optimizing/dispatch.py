@@ -235,6 +235,8 @@ class Graphs:
                 "each"
             )
         self._warn(inputs, report.unused or "", "computes in its own precision")
+        unfit = report.engines.get(self.options.engine, "")
+        self._warn(inputs, unfit, f"is computed by torch, not by {self.options.engine}")
         made = _Graph(lowered, report, structure, shapes, {inputs.kind: None}, next(self._uses))
         book.graphs = (made, *book.graphs)
         self._drop_unused()

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fxopt.capture.trace import check_model
+from fxopt.engines import AUTO, ENGINES, TORCH
 from fxopt.errors import FxoptError, GuardError, PassError
 from fxopt.objects import why_no_inputs
 from fxopt.optimizing.dispatch import Graphs
@@ -40,6 +41,7 @@ def optimize(
     max_graphs: int = 8,
     wait: bool = True,
     methods: Sequence[str] = (),
+    engine: str = TORCH,
 ) -> M:
     """Make a model faster for inference.
 
@@ -62,6 +64,8 @@ def optimize(
         max_graphs: how many graphs are kept; the one that was called longest ago goes first.
         wait: a call waits while another thread makes a graph; without it, the model itself runs meanwhile.
         methods: other methods to compute by graphs, such as `encode` and `decode`, made at their first calls.
+        engine: what computes the graphs: `torch`, `inductor` (torch.compile), `openvino` or, on a GPU, `cudagraphs`; `auto` takes the
+            fastest. An engine is checked as torch's kernels are; where it cannot compute a graph, torch does, with a warning.
 
     Returns:
         The module, for calls under `torch.no_grad()` or `torch.inference_mode()`, also from several threads. Its
@@ -74,7 +78,8 @@ def optimize(
         TraceError: the model is one of torch.jit, has lazy parameters, or is wrapped, as by torch.compile.
         PassError: the model is a graph module, or overrides `__call__`; example inputs are given and it is in training mode, or
             weights are on the meta device; or `keep_model=False` and there is no graph.
-        ValueError: an unknown precision, a name in `methods` that is not a method or is `forward`, or `max_graphs` is less than 1.
+        ValueError: an unknown precision or engine, an engine with `keep_model=False`, `auto` with `tune=False`, a name in `methods`
+            that is not a method or is `forward`, or `max_graphs` is less than 1.
         TypeError: the example inputs do not fit the model's forward, or `dynamic_shapes` names others; or `keep_model=False`
             and there are none.
 
@@ -86,7 +91,7 @@ def optimize(
         True
     """
     names = (methods,) if isinstance(methods, str) else tuple(methods)
-    options = Options(precision, tune, keep_model, max_graphs, wait, names)
+    options = Options(precision, tune, keep_model, max_graphs, wait, names, engine)
     _check(model, options)
     _check_inputs(model, args, kwargs, dynamic_shapes, keep_model)
     fast = _standing_for(model, options, dynamic_shapes)
@@ -117,6 +122,15 @@ def _check(model: Any, options: Options) -> None:
     for method in options.methods:
         if method == "forward" or not callable(getattr(type(model), method, None)):
             raise ValueError(f"methods: give methods of {name} other than forward, not {method!r}")
+    if options.engine not in (TORCH, AUTO, *ENGINES):
+        known = ", ".join(map(repr, (TORCH, AUTO, *ENGINES)))
+        raise ValueError(f"engine is {options.engine!r}; give one of {known}")
+    if options.engine != TORCH and not options.keep_model:
+        raise ValueError(f"keep_model=False keeps a graph for torch, not for engine={options.engine!r}")
+    if options.engine == AUTO and not options.tune:
+        raise ValueError(
+            "engine='auto' takes what is measured as the fastest: leave tune=True, or name an engine"
+        )
     if options.max_graphs < 1:
         raise ValueError(f"max_graphs is {options.max_graphs}; give a number of graphs, 1 or more")
 

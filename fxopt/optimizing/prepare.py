@@ -18,13 +18,14 @@ from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.input_specs import TensorSpec
 from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.compare import cosine_similarity, norm_error, norm_errors, unlike
+from fxopt.engines import AUTO, TORCH, Unfit, engines_for, with_engine
 from fxopt.errors import FxoptError
 from fxopt.float64 import run_in_float64
 from fxopt.kernels import PACKED
 from fxopt.optimizing.inputs import Inputs, Sizes, dynamic_shapes, text_of
 from fxopt.optimizing.lowering import Lowered, lowered
 from fxopt.optimizing.report import GraphReport
-from fxopt.optimizing.trial import Trial, Unused, speedup
+from fxopt.optimizing.trial import Trial, Unused, fastest, speedup
 from fxopt.packing import Tune
 from fxopt.passes import fold_scale_and_shift
 from fxopt.passes.change_precision import ChangePrecision
@@ -45,6 +46,7 @@ from fxopt.passes.remove_identity import RemoveIdentity
 from fxopt.passes.remove_repeated_heads import RemoveRepeatedHeads
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import Rewrite
+from fxopt.submodules import sharing_copy
 from fxopt.version import __version__
 
 PRECISIONS: Mapping[str, float | None] = {"float32": None, "bfloat16": 0.999, "int8": 0.99}
@@ -70,6 +72,7 @@ class Options:
     max_graphs: int = 8
     wait: bool = True
     methods: tuple[str, ...] = ()
+    engine: str = TORCH
 
 
 @torch.no_grad()
@@ -108,9 +111,14 @@ def prepare(
                 raise Unused(f"the forward assigns {places[0][1]!r} to the model, which is not kept")
             own = own, trial.assigned(model)
         exact = run_in_float64(traced, inputs.bound(traced))
-        made = _rewritten(model, traced, options, facts)
-        found = trial.run(made.function)
-        _judge(exact, own, found, options.precision, facts, trial.moved)
+
+        def judge(computed: Lowered, facts: dict[str, Any]) -> None:
+            _judge(exact, own, trial.run(computed.function), options.precision, facts, trial.moved)
+
+        made, portable = _rewritten(model, traced, options, facts)
+        judge(made, facts)
+        if portable is not None:
+            made = _by_engine(made, portable, judge, trial, inputs, options, facts)
         if options.tune:
             runs = trial.repeatable(eager), trial.repeatable(made, ask), inputs
             facts["speedup"] = speedup(*runs)
@@ -147,9 +155,17 @@ def _captured(
     return traced
 
 
-def _rewritten(model: nn.Module, traced: TracedModule, options: Options, facts: dict[str, Any]) -> Lowered:
-    """The graph after all passes, as a function; `facts` takes what the report says of it."""
-    facts["explanations"] = explanations = [pass_.commit(traced) for pass_ in pipeline(options)]
+def _rewritten(
+    model: nn.Module, traced: TracedModule, options: Options, facts: dict[str, Any]
+) -> tuple[Lowered, TracedModule | None]:
+    """The graph after all passes, as a function, and a copy before those for torch's kernels, if an engine is to compute that.
+
+    `facts` takes what the report says of it.
+    """
+    explanations = [pass_.commit(traced) for pass_ in folding(options)]
+    portable: Any = None if options.engine == TORCH else sharing_copy(traced)
+    explanations += [pass_.commit(traced) for pass_ in packing(options)]
+    facts["explanations"] = explanations
     traced.recompile()
     made = lowered(traced, model, options.keep_model)
     for each in explanations:
@@ -159,7 +175,43 @@ def _rewritten(model: nn.Module, traced: TracedModule, options: Options, facts: 
     packed = [module for module in traced.modules() if isinstance(module, tuple(PACKED.values()))]
     facts["kernels"] = dict(collections.Counter(str(layer.kernel) for layer in packed))
     facts["memory"] = _memory(model, made, options)
-    return made
+    return made, portable
+
+
+def _by_engine(
+    made: Lowered,
+    portable: TracedModule,
+    judge: Callable[[Lowered, dict[str, Any]], None],
+    trial: Trial,
+    inputs: Inputs,
+    options: Options,
+    facts: dict[str, Any],
+) -> Lowered:
+    """The graph as the engine that was asked for computes it, or the fastest one; as torch does where none can."""
+    found, judged, refused = {TORCH: made}, {TORCH: facts}, dict[str, str]()
+    there = engines_for(portable.device.type)
+    for name in there if options.engine == AUTO else [options.engine]:
+        try:
+            reason = there.get(name, f"it does not compute on {portable.device.type}")
+            if options.precision == "int8" or reason:
+                raise Unfit(reason or "it does not compute int8")
+            whole, engine = with_engine(portable, name)
+            computed = dataclasses.replace(
+                made, traced=portable, function=lowered(whole).function, packed={}, given_up=()
+            )
+            judge(computed, judged.setdefault(name, {}))
+            found[name], engine.in_use = computed, True
+        except Exception as error:  # whatever an engine makes of a graph
+            first = str(error).partition("\n")[0]
+            refused[name] = first if isinstance(error, Unfit | Unused) else f"{type(error).__name__}: {first}"
+    best = options.engine if options.engine in found else TORCH
+    if options.engine == AUTO:
+        best = fastest({name: trial.repeatable(each) for name, each in found.items()}, inputs)
+    if best != TORCH:
+        explanations = facts["explanations"][: len(folding(options))]
+        facts |= judged[best] | {"explanations": explanations, "kernels": {}, "memory": None}
+    facts |= {"engine": best, "engines": refused}
+    return found[best]
 
 
 class FoldScaleAndShift(fold_scale_and_shift.FoldScaleAndShift):
@@ -172,10 +224,8 @@ class FoldScaleAndShift(fold_scale_and_shift.FoldScaleAndShift):
             yield Refusal(found.node, "it would copy the weights of the layers behind") if before else found
 
 
-def pipeline(options: Options) -> list[Rewrite[Any]]:
-    """The passes of `optimize`, in order."""
-    # Without measuring, a kernel that was found slower is still not taken.
-    tune: Tune = options.tune or "known"
+def folding(options: Options) -> list[Rewrite[Any]]:
+    """The passes of `optimize` for every engine, in order."""
     return [
         RemoveIdentity(),
         EliminateCommonSubexpressions(),
@@ -186,6 +236,14 @@ def pipeline(options: Options) -> list[Rewrite[Any]]:
         FoldScaleAndShift(reversible=False),
         *([ChangePrecision(torch.bfloat16)] if options.precision == "bfloat16" else []),
         FuseAttention(),
+    ]
+
+
+def packing(options: Options) -> list[Rewrite[Any]]:
+    """The passes for torch's own kernels, which come behind those."""
+    # Without measuring, a kernel that was found slower is still not taken.
+    tune: Tune = options.tune or "known"
+    return [
         RemoveRepeatedHeads(),
         RemoveCopies(),
         EliminateDeadCode(),

@@ -22,6 +22,8 @@ class GraphReport:
         cosine: the cosine of the outputs with those in float64; None if the precision is float32.
         speedup: eager time ÷ graph time on the example inputs; None if it was not measured.
         memory: bytes of the weights, those of the graph included, as a ratio to the eager model's; None if not known.
+        engine: what computes the graph.
+        engines: the engines that were tried and do not compute it, each with the reason.
         reason: why calls with these inputs fall back to eager; None if the graph is used.
         assigned: the attributes and buffers that the forward changes, each as a module and a name; None if not known.
         fixed: the sizes that were left free and that the forward fixes, by tensor and dimension, with the line that does so.
@@ -36,6 +38,8 @@ class GraphReport:
     cosine: float | None = None
     speedup: float | None = None
     memory: float | None = None
+    engine: str = "torch"
+    engines: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reason: str | None = None
     assigned: Sequence[tuple[str, str]] | None = None
     unused: str | None = None
@@ -56,6 +60,8 @@ class GraphReport:
         ):
             yield name, None if value is None else text.format(value)
         if self.reason is None:
+            yield "engine", "" if self.engine == "torch" else self.engine
+            yield from (("engine", f"not {name}: {why}") for name, why in self.engines.items())
             yield "prepared", f"in {self.seconds:.1f} s"
             passes = (f"{each.name} {len(each.sites)}" for each in self.explanations if each.sites)
             yield "sites", ", ".join(passes)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -136,6 +136,16 @@ class Trial:
             left = {name: t.detach().clone() for name, (t, old) in before.items() if not same_bits(old, t)}
             # An output may be a view of a buffer.
             return mapped(value, Tensor.clone) if left else value, left
+
+
+def fastest(functions: Mapping[str, Function], inputs: Inputs) -> str:
+    """The name of the function with the least median of times, taken in turns."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    begun = time.perf_counter()
+    while len(next(iter(times.values()))) < 3 or time.perf_counter() - begun < _SECONDS * len(functions):
+        for name, function in functions.items():
+            times[name].append(_seconds(function, inputs))
+    return min(times, key=lambda name: statistics.median(times[name]))
 
 
 def speedup(model: Function, computed: Function, inputs: Inputs) -> float:

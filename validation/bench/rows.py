@@ -35,7 +35,7 @@ class Row:
 
     `speedup` is the median of the paired ratios of eager's time to its own, with the ends of the 95 % interval, `error_ratio`
     the error to float64 by that of eager float32, `memory` the weights in memory by those of the model, `eager` the reason
-    why `fxopt.optimize` uses no graph, `busy` the cores that others used during the rounds.
+    why `fxopt.optimize` uses no graph, `taken` the engine that computes its graph, `busy` the cores that others used during the rounds.
     """
 
     model: str
@@ -44,6 +44,7 @@ class Row:
     engine: str
     reason: str = ""
     eager: str = ""
+    taken: str = ""
     rounds: int = 0
     median_ms: float = math.nan
     speedup: float = math.nan
@@ -125,6 +126,7 @@ def _ready(
     if prepared.model is not None:
         report = prepared.model.report
         row.eager = portable(report[-1].reason or "") if report else str(report)
+        row.taken = report[-1].engine if report else ""
         row.memory = (report[-1].memory if report else None) or math.nan
     turn = second_of_two(prepared.run, functools.partial(prepared.feed, workload.inputs), wait)
     for _ in range(WARM_UP):

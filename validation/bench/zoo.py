@@ -14,6 +14,8 @@ import pandas as pd
 import torch
 import typer
 
+from fxopt.engines import ENGINES
+
 from .. import store
 from ..records import counted
 from ..report.markdown import escape, pipes
@@ -155,12 +157,13 @@ def _line(model: str, own: pd.DataFrame) -> dict[str, str]:
         cells["eager, ms"] = f"{median:,.1f}"
     for _, row in ran[ran["engine"] != EAGER].iterrows():
         name = row["engine"]
-        if name.startswith("fxopt"):
+        if name.startswith("fxopt") and "auto" not in name:
             cells[name] = f"{row['speedup']:.2f} ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
             cells["ready, s"] = f"{row['first_call_s']:.1f}"
             cells["error"] = f"{row['error_ratio']:,.1f}"
             cells["cosine"] = f"{row['cosine']:.6f}"
             cells["memory"] = "" if np.isnan(row["memory"]) else f"{row['memory']:.2f}"
         else:
-            cells[name] = f"{row['speedup']:.2f}"
+            taken = f", {row['taken']}" if row["taken"] in ENGINES else ""
+            cells[name] = f"{row['speedup']:.2f}{taken}"
     return cells
