@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -205,15 +205,21 @@ def _item(values: tuple[Tensor, ...], number: int) -> Tensor:
 
 
 def _inductor(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
-    """torch.compile. The graph has checked the inputs, and `optimize` watches the weights: guards on these are needless."""
-    free, on_gpu = _has_free_sizes(body), inputs[0].is_cuda
-    guards: Any = torch.compiler
-    options: dict[str, Any] = {"freezing": True, "triton.cudagraphs": on_gpu and not free}
-    options["guard_filter_fn"] = (
-        guards.skip_guard_on_all_nn_modules_unsafe if free else guards.keep_tensor_guards_unsafe
+    """torch.compile with frozen weights: the graph has checked the inputs, and `optimize` watches the weights."""
+    import torch._inductor.config  # takes a tenth of a second
+
+    free, compiler, config = (
+        _has_free_sizes(body),
+        cast(Any, torch.compiler),
+        cast(Any, torch._inductor.config),
     )
+    recorded = inputs[0].is_cuda and not free
+    modules, all_else = compiler.skip_guard_on_all_nn_modules_unsafe, compiler.keep_tensor_guards_unsafe
+    options = {"guard_filter_fn": modules if free else all_else, "triton.cudagraphs": recorded}
     made = torch.compile(body, fullgraph=True, dynamic=free, options=options)
-    return _copied(made) if options["triton.cudagraphs"] else made
+    with config.patch(freezing=True):  # which torch.compile does not read from its options
+        made(*inputs)
+    return _copied(made) if recorded else made
 
 
 def _cudagraphs(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:

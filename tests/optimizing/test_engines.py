@@ -1,0 +1,319 @@
+"""`fxopt.optimize(engine=)`: an engine computes the tensors of a graph, is checked, and gives way to torch where it cannot."""
+
+import copy
+import pickle
+import shutil
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+import fxopt
+from fxopt import engines
+from fxopt.optimizing import prepare
+from tests.capture.test_transformers import bert, resnet
+
+X, Y = torch.randn(4, 16), torch.randn(4, 16)
+
+
+@pytest.fixture(autouse=True)
+def no_timing(monkeypatch):
+    """Count small models as faster, which is a matter of luck on a busy machine."""
+    monkeypatch.setattr(prepare, "speedup", lambda *_: 1.5)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """An engine that runs the body as it is, and counts; a test may put another function in its place."""
+    counts = {"made": 0, "run": 0, "function": lambda body, inputs: body(*inputs)}
+
+    def make(body, inputs):
+        counts["made"] += 1
+
+        def run(*inputs):
+            counts["run"] += 1
+            return counts["function"](body, inputs)
+
+        return run
+
+    monkeypatch.setitem(engines.ENGINES, "openvino", (make, True))
+    monkeypatch.setattr(prepare, "engines_for", lambda device: {"openvino": ""})
+    return counts
+
+
+def layers():
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).eval()
+
+
+def small_llama():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=100)).eval()
+
+
+def why_not(fast):
+    return [report.engines.get("openvino") for report in fast.report]
+
+
+@torch.no_grad()
+def test_the_outputs_and_the_report(ran):
+    model = layers()
+    fast = fxopt.optimize(model, (X,), engine="openvino")
+    assert fast.report[0].engine == "openvino"
+    assert "engine    openvino" in str(fast.report)
+    assert ran["made"] == 1
+    before = ran["run"]
+    torch.testing.assert_close(fast(Y), model(Y))
+    assert ran["run"] == before + 1
+    assert fxopt.undo(fast) is model
+
+
+@torch.no_grad()
+def test_what_is_not_a_tensor_stays_in_the_graph(ran):
+    for model, inputs in (
+        (bert(), {"input_ids": torch.arange(18).reshape(2, 9), "attention_mask": torch.ones(2, 9).long()}),
+        (resnet(), {"pixel_values": torch.randn(2, 3, 32, 32)}),
+    ):
+        fast = fxopt.optimize(model, (), inputs, engine="openvino")
+        assert fast.report[0].engine == "openvino", fast.report
+        found, wanted = fast(**inputs), model(**inputs)
+        assert type(found) is type(wanted)
+        torch.testing.assert_close(found[0], wanted[0])
+    with pytest.raises(fxopt.GuardError):  # the guard still checks the inputs
+        fast._fxopt_graphs.books[0].graphs[0].lowered(pixel_values=torch.randn(2, 3, 64, 64))
+
+
+@torch.no_grad()
+def test_decoding_with_a_cache_and_free_sizes(ran):
+    model = small_llama()
+    ids = torch.randint(0, 100, (2, 5))
+    fast = fxopt.optimize(model, engine="openvino")
+    found = fast.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(found, model.generate(ids, max_new_tokens=8, do_sample=False))
+    assert {report.engine for report in fast.report} == {"openvino"}
+    assert "?" in str(fast.report)
+
+
+@torch.no_grad()
+def test_a_cache_that_is_written_into_is_computed_by_torch(ran):
+    model = small_llama()
+    fast = fxopt.optimize(model, engine="openvino")
+    ids = torch.randint(0, 100, (1, 5))
+    with pytest.warns(fxopt.FallbackWarning, match="computed by torch, not by openvino: .* may write into"):
+        fast(ids, past_key_values=StaticCache(config=model.config, max_cache_len=16))
+    assert fast.report[0].engine == "torch"
+
+
+class Writes(nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        self.use = use
+        self.register_buffer("count", torch.zeros(16))
+
+    def forward(self, x):
+        return self.use(self, x)
+
+
+class Gives(nn.Module):
+    def forward(self, x):
+        h = x * 2 + 1
+        return h, h[:, :4]
+
+
+REFUSED = {
+    "an input is written": (Writes(lambda m, x: x.add_(1) * 2), "may write into"),
+    "a buffer is written": (Writes(lambda m, x: m.count.add_(1) + x), "may write into"),
+    "two outputs share memory": (Gives(), "may share memory"),
+    "an output is a view of an input": (Writes(lambda m, x: x[:, :3]), "may share memory"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@torch.no_grad()
+def test_what_no_engine_takes(name, ran):
+    model, reason = REFUSED[name]
+    twin = copy.deepcopy(model.eval())
+    with pytest.warns(fxopt.FallbackWarning):
+        fast = fxopt.optimize(model, (X.clone(),), engine="openvino")
+    assert ran["made"] == 0
+    if why_not(fast) != [None]:  # what is written may keep the model eager
+        assert reason in why_not(fast)[0]
+    for _ in range(2):
+        torch.testing.assert_close(fast(X.clone()), twin(X.clone()))
+
+
+def off_by_a_thousandth(body, inputs):
+    return tuple(each * 1.001 for each in body(*inputs))
+
+
+def other_dtype(body, inputs):
+    return tuple(each.double() for each in body(*inputs))
+
+
+def fails(body, inputs):
+    raise RuntimeError("no such kernel\nand a trace")
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (off_by_a_thousandth, "less exact than eager's"),
+        (other_dtype, "differ from eager's"),
+        (fails, "RuntimeError: no such kernel"),
+    ],
+)
+@torch.no_grad()
+def test_an_engine_that_is_wrong_or_fails_is_not_used(function, reason, ran):
+    ran["function"] = function
+    model = layers()
+    with pytest.warns(fxopt.FallbackWarning, match="is computed by torch, not by openvino") as warned:
+        fast = fxopt.optimize(model, (X,), engine="openvino")
+    assert reason in why_not(fast)[0]
+    assert "\n" not in why_not(fast)[0]
+    assert reason in str(warned[0].message)
+    assert fast.report[0].engine == "torch"
+    torch.testing.assert_close(fast(Y), model(Y))
+
+
+@torch.no_grad()
+def test_an_engine_that_fails_later_gives_way_to_torch(ran):
+    model = layers()
+    fast = fxopt.optimize(model, (X,), engine="openvino")
+    ran["function"] = fails
+    with pytest.warns(
+        fxopt.FallbackWarning, match="openvino failed, and torch computes the call: RuntimeError"
+    ):
+        torch.testing.assert_close(fast(Y), model(Y))
+
+
+@pytest.mark.parametrize("moves", [True, False])
+@torch.no_grad()
+def test_other_threads(moves, ran, monkeypatch):
+    monkeypatch.setitem(engines.ENGINES, "openvino", (engines.ENGINES["openvino"][0], moves))
+    model, found = layers(), []
+    fast = fxopt.optimize(model, (X,), engine="openvino")
+    before = ran["run"]
+
+    def call():
+        with torch.no_grad():
+            found.append(fast(Y))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    torch.testing.assert_close(found[0], model(Y))
+    assert ran["run"] - before == moves
+
+
+@torch.no_grad()
+def test_the_fastest_is_taken(ran, monkeypatch):
+    for name in ("torch", "openvino"):
+        monkeypatch.setattr(prepare, "fastest", lambda functions, inputs, name=name: name)
+        fast = fxopt.optimize(layers(), (X,), engine="auto")
+        assert (fast.report[0].engine, why_not(fast)) == (name, [None])
+    assert fast.report[0].kernels == {}
+    ran["function"] = fails
+    monkeypatch.undo()
+
+
+@torch.no_grad()
+def test_weights_of_now_copies_and_saving(ran, tmp_path):
+    model = layers()
+    fast = fxopt.optimize(model, (X,), engine="openvino")
+    model[0].weight.mul_(2)
+    torch.testing.assert_close(fast(X), model(X))
+    assert fast.report[0].engine == "openvino"
+    for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        torch.testing.assert_close(other(X), model(X))
+        assert other.report[0].engine == "openvino"
+    fxopt.save(fast, tmp_path / "saved")
+    torch.testing.assert_close(fxopt.load(tmp_path / "saved")(X), model(X))
+
+
+@torch.no_grad()
+def test_bfloat16_is_checked_and_int8_is_left_to_torch(ran):
+    model = layers()
+    assert fxopt.optimize(model, (X,), engine="openvino", precision="bfloat16").report[0].engine == "openvino"
+    with pytest.warns(fxopt.FallbackWarning, match="it does not compute int8"):
+        fxopt.optimize(model, (X,), engine="openvino", precision="int8")
+
+
+@torch.no_grad()
+def test_an_engine_that_is_not_here(monkeypatch):
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
+    with pytest.warns(
+        fxopt.FallbackWarning, match="not by openvino: it is not installed: pip install openvino"
+    ):
+        fast = fxopt.optimize(layers(), (X,), engine="openvino")
+    torch.testing.assert_close(fast(X), fast(X))
+    with pytest.warns(fxopt.FallbackWarning, match="not by cudagraphs: it does not compute on cpu"):
+        fxopt.optimize(layers(), (X,), engine="cudagraphs")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "tvm"}, "engine is 'tvm'; give one of 'torch', 'auto', 'inductor'"),
+        ({"engine": "openvino", "keep_model": False}, "keep_model=False keeps a graph for torch"),
+        ({"engine": "auto", "tune": False}, "engine='auto' takes what is measured"),
+    ],
+)
+def test_options_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        fxopt.optimize(layers(), (X,), **options)
+
+
+def real(name):
+    if name == "openvino":
+        pytest.importorskip("openvino")
+    elif not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("inductor needs a C++ compiler")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["inductor", "openvino"])
+@torch.no_grad()
+def test_real_engines(name):
+    real(name)
+    model = bert()
+    for length in (5, 9, 7):  # the second graph has a free length
+        inputs = {
+            "input_ids": torch.randint(0, 80, (2, length)),
+            "attention_mask": torch.ones(2, length).long(),
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", fxopt.FallbackWarning)
+            if length == 5:
+                fast = fxopt.optimize(model, (), inputs, engine=name)
+            found = fast(**inputs)
+        torch.testing.assert_close(found[0], model(**inputs)[0], rtol=1e-4, atol=1e-5)
+    assert [report.engine for report in fast.report] == [name] * 2
+    outputs, inputs = [], {**inputs, "input_ids": inputs["input_ids"].flip(0)}
+
+    def call():
+        with torch.no_grad():
+            outputs.append(fast(**inputs)[0])
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for each in outputs:
+        torch.testing.assert_close(each, model(**inputs)[0], rtol=1e-4, atol=1e-5)
+    assert len(outputs) == 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["inductor", "openvino"])
+@torch.no_grad()
+def test_real_engines_decode(name):
+    real(name)
+    model = small_llama()
+    ids = torch.randint(0, 100, (2, 5))
+    fast = fxopt.optimize(model, engine=name)
+    found = fast.generate(ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(found, model.generate(ids, max_new_tokens=6, do_sample=False))
+    assert {report.engine for report in fast.report} == {name}, fast.report
