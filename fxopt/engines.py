@@ -63,9 +63,14 @@ class Engine(nn.Module):
         except Exception as error:
             if not self.in_use:
                 raise
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            warnings.warn(f"{self.name} failed, and torch computes the call: {reason}", FallbackWarning, 2)
+            text = f"{self.name} failed, and torch computes the call: {in_one_line(error)}"
+            warnings.warn(text, FallbackWarning, 2)
             return self.body(*inputs)
+
+
+def in_one_line(error: Exception) -> str:
+    """The kind of an error, and the beginning of its message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _owner(moves: bool) -> tuple[int, int]:
@@ -170,8 +175,19 @@ def _body(
         known[node] = made.node_copy(node, lambda n: n)
         for place in ("args", "kwargs"):
             setattr(known[node], place, torch.fx.node.map_arg(getattr(node, place), known.__getitem__))
+        if node.target is torch.cat:
+            _without_empty(node, known)
     made.output(tuple(known[node] for node in outputs))
     return GraphModule(traced, made, "Body")
+
+
+def _without_empty(node: Node, known: Mapping[Node, Any]) -> None:
+    """Leave out what `torch.cat` leaves out, an empty vector, with which caches begin: OpenVINO does not know this rule."""
+    value, parts = graph.value_of(node), cast(Any, node.args[0])
+    empty = [graph.value_of(n).shape == (0,) and graph.value_of(n).dtype is value.dtype for n in parts]
+    if value.dim() > 1 and not all(empty):
+        kept = [known[each] for each, drop in zip(parts, empty, strict=True) if not drop]
+        known[node].args = (kept, *known[node].args[1:])
 
 
 def _around(

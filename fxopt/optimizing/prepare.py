@@ -18,7 +18,7 @@ from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.input_specs import TensorSpec
 from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.compare import cosine_similarity, norm_error, norm_errors, unlike
-from fxopt.engines import AUTO, TORCH, Unfit, engines_for, with_engine
+from fxopt.engines import AUTO, TORCH, Unfit, engines_for, in_one_line, with_engine
 from fxopt.errors import FxoptError
 from fxopt.float64 import run_in_float64
 from fxopt.kernels import PACKED
@@ -202,8 +202,7 @@ def _by_engine(
             judge(computed, judged.setdefault(name, {}))
             found[name], engine.in_use = computed, True
         except Exception as error:  # whatever an engine makes of a graph
-            first = str(error).partition("\n")[0]
-            refused[name] = first if isinstance(error, Unfit | Unused) else f"{type(error).__name__}: {first}"
+            refused[name] = str(error) if isinstance(error, Unfit | Unused) else in_one_line(error)
     best = options.engine if options.engine in found else TORCH
     if options.engine == AUTO:
         best = fastest({name: trial.repeatable(each) for name, each in found.items()}, inputs)
