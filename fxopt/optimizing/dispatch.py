@@ -33,6 +33,7 @@ from fxopt.optimizing.inputs import (
 )
 from fxopt.optimizing.lowering import Lowered
 from fxopt.optimizing.prepare import Options, prepare
+from fxopt.optimizing.progress import progress
 from fxopt.optimizing.report import GraphReport, Report
 from fxopt.optimizing.watching import State
 from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transforming
@@ -218,7 +219,10 @@ class Graphs:
         free = {each for others in structure.shapes for each in differing(shapes, others)}
         structure.shapes.add(shapes)
         dynamic = self.dynamic if inputs.method == "forward" else None
-        lowered, report = prepare(self._model, inputs, dynamic, free, self.options, book.state.holds)
+        with progress(f"optimize {type(self._model).__name__}", self.options.progress) as enter:
+            lowered, report = prepare(
+                self._model, inputs, dynamic, free, self.options, book.state.holds, enter
+            )
         disagreement = self._disagreement(book, report)
         # Perhaps by its first run: models of transformers add hooks then.
         if again and disagreement == _CHANGED:

@@ -42,6 +42,7 @@ def optimize(
     wait: bool = True,
     methods: Sequence[str] = (),
     engine: str = TORCH,
+    progress: bool = True,
 ) -> M:
     """Make a model faster for inference.
 
@@ -66,6 +67,7 @@ def optimize(
         methods: other methods to compute by graphs, such as `encode` and `decode`, made at their first calls.
         engine: what computes the graphs: `torch`, `inductor` (torch.compile), `openvino` or, on a GPU, `cudagraphs`; `auto` takes the
             fastest. An engine is checked as torch's kernels are; where it cannot compute a graph, torch does, with a warning.
+        progress: show what is being done on a terminal, when it takes longer than two seconds.
 
     Returns:
         The module, for calls under `torch.no_grad()` or `torch.inference_mode()`, also from several threads. Its
@@ -91,7 +93,7 @@ def optimize(
         True
     """
     names = (methods,) if isinstance(methods, str) else tuple(methods)
-    options = Options(precision, tune, keep_model, max_graphs, wait, names, engine)
+    options = Options(precision, tune, keep_model, max_graphs, wait, names, engine, progress)
     _check(model, options)
     _check_inputs(model, args, kwargs, dynamic_shapes, keep_model)
     fast = _standing_for(model, options, dynamic_shapes)

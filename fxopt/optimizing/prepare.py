@@ -73,6 +73,7 @@ class Options:
     wait: bool = True
     methods: tuple[str, ...] = ()
     engine: str = TORCH
+    progress: bool = True
 
 
 @torch.no_grad()
@@ -83,6 +84,7 @@ def prepare(
     free: Sizes,
     options: Options,
     ask: Callable[[], object] = bool,
+    enter: Callable[[str], object] = bool,
 ) -> tuple[Lowered | None, GraphReport]:
     """Make a graph for these inputs.
 
@@ -90,6 +92,7 @@ def prepare(
         dynamic: the sizes that the user leaves free, as `fxopt.trace` takes them; None where `free` says which.
         free: the sizes that differ from call to call.
         ask: what is asked before each call of the graph, and so counts as its time.
+        enter: takes the name of each stage when it begins.
 
     Returns:
         The graph, None where the model itself is to run, and what was done, or why.
@@ -98,6 +101,7 @@ def prepare(
     facts: dict[str, Any] = {"fixed": {}}
     named = inputs.named(eager)
     try:
+        enter("capture")
         guessed = free if dynamic is None else set()
         traced = _captured(
             model, inputs, dynamic_shapes(named, guessed) if guessed else dynamic, guessed, facts
@@ -110,16 +114,20 @@ def prepare(
             if not options.keep_model:
                 raise Unused(f"the forward assigns {places[0][1]!r} to the model, which is not kept")
             own = own, trial.assigned(model)
+        enter("reference in float64")
         exact = run_in_float64(traced, inputs.bound(traced))
 
         def judge(computed: Lowered, facts: dict[str, Any]) -> None:
             _judge(exact, own, trial.run(computed.function), options.precision, facts, trial.moved)
 
+        enter("passes and kernels")
         made, portable = _rewritten(model, traced, options, facts)
         judge(made, facts)
         if portable is not None:
+            enter(f"engine {options.engine}")
             made = _by_engine(made, portable, judge, trial, inputs, options, facts)
         if options.tune:
+            enter("timing")
             runs = trial.repeatable(eager), trial.repeatable(made, ask), inputs
             facts["speedup"] = speedup(*runs)
             if facts["speedup"] < LEAST_SPEEDUP:  # perhaps something else was busy
