@@ -7,6 +7,7 @@ what makes the outputs comes last. An engine computes the body. Guards, caches a
 from __future__ import annotations
 
 import importlib.util
+import operator
 import os
 import threading
 import warnings
@@ -21,6 +22,7 @@ from fxopt import effects, graph, objects
 from fxopt.capture import TracedModule
 from fxopt.errors import FallbackWarning
 from fxopt.graph_index import GraphIndex
+from fxopt.operators import Fact, facts_of
 from fxopt.submodules import sharing_copy
 
 Function = Callable[..., Any]
@@ -96,14 +98,7 @@ def with_engine(traced: TracedModule, name: str) -> tuple[TracedModule, Engine]:
     """
     index = GraphIndex(traced)
     body, late = _cut(index)
-    # Attributes and numbers are made again where they are needed; other values pass the border.
-    outputs = [
-        node
-        for node in body
-        if isinstance(graph.value_of(node), Tensor)
-        and node.op != "get_attr"
-        and any(user not in body or user in late for user in node.users)
-    ]
+    outputs = _outputs(index, body, late)
     inputs = [*dict.fromkeys(v for n in body for v in n.all_input_nodes if v not in body)]
     engine = Engine(name, _body(traced, body, inputs, outputs))
     _check(engine.body)
@@ -124,12 +119,44 @@ def _cut(index: GraphIndex) -> tuple[Collection[Node], Collection[Node]]:
             continue
         takes = all(n in body or isinstance(graph.value_of(n), Tensor) for n in given)
         on_objects = getattr(node.target, "__module__", "") == objects.__name__
-        makes = _is_plain(graph.value_of(node)) and node.op != "output" and not on_objects
+        makes = _is_plain(_value(node)) and node.op != "output" and not on_objects
         if takes and makes and not any(n in late for n in given):
             body[node] = None
         elif any(n in body or n in late for n in given) or node.op == "output":
             late[node] = None
     return body, late
+
+
+def _outputs(index: GraphIndex, body: Collection[Node], late: Collection[Node]) -> list[Node]:
+    """The tensors that pass the border; attributes, numbers and views are made again behind it."""
+    needed = [n for node in late for n in node.all_input_nodes]
+    found: dict[Node, None] = {}
+    for node in needed:
+        if node in body and node not in found:
+            made_by = _of_several(node)
+            is_view = Fact.VIEW in facts_of(made_by) and not index.memory.writes(node)
+            if is_view or node.op == "get_attr" or not isinstance(graph.value_of(node), Tensor):
+                needed += node.all_input_nodes
+            else:
+                found[node] = None
+    return [node for node in body if node in found]
+
+
+def _of_several(node: Node) -> Node:
+    """The node that returns several tensors of which this is one; or itself."""
+    source = node.args[0] if node.target is operator.getitem else None
+    if isinstance(source, Node) and isinstance(_value(source), tuple | list):
+        return _of_several(source)
+    return node
+
+
+def _value(node: Node) -> Any:
+    """What a node returns; a capture describes no tuple inside of a tuple."""
+    value = graph.value_of(node)
+    if value is None and node.target is operator.getitem and isinstance(node.args[0], Node):
+        source, place = _value(node.args[0]), cast(int, node.args[1])
+        return source[place] if isinstance(source, tuple | list) else None
+    return value
 
 
 def _is_plain(value: object) -> bool:
@@ -154,8 +181,11 @@ def _check(body: GraphModule) -> None:
             writer = memory.writer_of(module) if module else memory.written(node)
             if writer:
                 raise Unfit(f"{writer.name} may write into {node.target}, at {graph.place(writer)}")
-    for node in outputs:
-        shared = next((n for n in (*inputs, *outputs) if n is not node and memory.may_alias(n, node)), None)
+    for (
+        node
+    ) in outputs:  # two results of one operator have memory of their own: views are made behind the border
+        others = (n for n in (*inputs, *outputs) if n is not node and _of_several(n) is not _of_several(node))
+        shared = next((n for n in others if memory.may_alias(n, node)), None)
         if shared:
             raise Unfit(f"the outputs {node.name} and {shared.name} may share memory")
 
@@ -200,7 +230,7 @@ def _around(
     made, known = Graph(), dict[Node, Node]()
 
     def of(node: Node) -> Node:
-        if node not in known:  # an attribute or a number of the body
+        if node not in known:  # an attribute, a number or a view of the body
             known[node] = made.node_copy(node, of)
         return known[node]
 
