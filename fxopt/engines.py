@@ -22,7 +22,7 @@ from fxopt import effects, graph, objects
 from fxopt.capture import TracedModule
 from fxopt.errors import FallbackWarning
 from fxopt.graph_index import GraphIndex
-from fxopt.operators import Fact, facts_of
+from fxopt.operators import Fact, facts_of, is_write_name
 from fxopt.submodules import sharing_copy
 
 Function = Callable[..., Any]
@@ -134,12 +134,21 @@ def _outputs(index: GraphIndex, body: Collection[Node], late: Collection[Node]) 
     for node in needed:
         if node in body and node not in found:
             made_by = _of_several(node)
-            is_view = Fact.VIEW in facts_of(made_by) and not index.memory.writes(node)
-            if is_view or node.op == "get_attr" or not isinstance(graph.value_of(node), Tensor):
+            is_view = Fact.VIEW in facts_of(made_by) and not index.memory.written(node)
+            if _is_in_place(node):
+                needed.append(node.all_input_nodes[0])
+            elif is_view or node.op == "get_attr" or not isinstance(graph.value_of(node), Tensor):
                 needed += node.all_input_nodes
             else:
                 found[node] = None
     return [node for node in body if node in found]
+
+
+def _is_in_place(node: Node) -> bool:
+    """Tell whether a node writes into its first input and returns that."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    called = node.op in ("call_method", "call_function")
+    return called and is_write_name(name) and isinstance(graph.value_of(node), Tensor)
 
 
 def _of_several(node: Node) -> Node:
@@ -231,7 +240,7 @@ def _around(
 
     def of(node: Node) -> Node:
         if node not in known:  # an attribute, a number or a view of the body
-            known[node] = made.node_copy(node, of)
+            known[node] = of(node.all_input_nodes[0]) if _is_in_place(node) else made.node_copy(node, of)
         return known[node]
 
     for node in old.nodes:
