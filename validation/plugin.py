@@ -20,7 +20,6 @@ from .running.controller import Controller
 from .running.fleet import Fleet
 from .running.pool import Make, Pool
 from .running.run import in_worker
-from .store import Place
 from .zoo.entry import Entry, is_installed
 from .zoo.passes import passes_of
 from .zoo.plan import content, members, plan, unmet
@@ -107,7 +106,7 @@ def _configure(config: pytest.Config) -> None:
         cases=cases,
         planned=[case.id for case in plan(whole, passes, present)],
         devices=devices,
-        place=Place(config.getoption("--fx-report-dir") or root(config) / "reports"),
+        directory=config.getoption("--fx-report-dir") or root(config) / "reports",
         root=root(config),
         pool=_engine(config, entries, functools.partial(in_worker, zoo, passes, timing)),
         workers=config.stash[WORKERS],

@@ -31,7 +31,7 @@ class Controller:
     cases: Mapping[str, Case]  # those that may be run, by id
     planned: Sequence[str]  # the ids of the whole plan that they are of; a run without some is a part
     devices: Sequence[str]  # that the cases run on
-    place: store.Place  # where the reports go
+    directory: Path  # of the reports
     root: Path  # of the repository whose commit the run is of
     pool: Pool | Fleet  # runs the cases, in processes of this machine or on a cluster
     workers: int  # how many of them at once
@@ -57,8 +57,7 @@ class Controller:
             root=self.root,
         )
         try:
-            self._journal = store.Journal(self.place.path, run, self.resume)
-            self.place.send()
+            self._journal = store.Journal(self.directory, run, self.resume)
         except store.ReportError as error:
             raise pytest.UsageError(str(error)) from error
         for case, record in [*self._journal.earlier.items()]:
@@ -117,7 +116,6 @@ class Controller:
         try:
             if record.case not in self._journal.earlier:
                 self._journal.append(record)
-                self.place.send_soon()
         except OSError as error:  # such as a full disk: what was found before is in the journal
             pytest.exit(f"{self._journal.file}: cannot be written: {error}", returncode=1)
 
@@ -133,7 +131,6 @@ class Controller:
         # Cut by its budget, Ctrl-C, or the end of a job: the journal stays, so that the run can be resumed.
         is_cut = session.exitstatus == pytest.ExitCode.INTERRUPTED
         self._journal.close(written=not self._problems and not left and not is_cut)
-        self._send(session)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -142,9 +139,9 @@ class Controller:
         try:
             records = list(self._records.values())
             table = store.table_of(records, self._journal.run)
-            written = report.write_run(table, self.place.path, self.planned)
+            written = report.write_run(table, self.directory, self.planned)
             whole = self._records.keys() >= {*self.planned}
-            written.files += repro.write(records, self.place.path / "latest" / repro.FOLDER, whole)
+            written.files += repro.write(records, self.directory / "latest" / repro.FOLDER, whole)
         except Exception as error:  # the records are safe: nothing here is worth losing them
             self._problems.append(f"no report was written: {type(error).__name__}: {error}")
         else:
@@ -155,15 +152,6 @@ class Controller:
                 self._message += f"\n\nEarlier runs were cut, and `fxopt merge` takes them: {', '.join(cut)}"
         if self._problems:
             self._problems.append(f"all records are in {self._journal.file}: `fxopt merge` takes it")
-            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
-
-    def _send(self, session: pytest.Session) -> None:
-        """Sends all that was written to where it belongs, and calls it in what is said as it is called there."""
-        self._message, *self._problems = map(self.place.named, [self._message, *self._problems])
-        try:
-            self.place.send()
-        except store.ReportError as error:
-            self._problems.append(str(error))
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

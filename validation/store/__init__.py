@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .journal import Journal
 from .past import accept, append_history, history, read_run, read_table, write_table
-from .place import Place
 from .provenance import Run, processor, version
 from .table import (
     COLUMNS,
@@ -23,7 +22,6 @@ __all__ = [
     "COLUMNS",
     "SCHEMA",
     "Journal",
-    "Place",
     "ReportError",
     "Run",
     "accept",
