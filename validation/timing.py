@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -94,7 +92,6 @@ def in_random_order(
     fewest: int,
     seconds: float,
     rng: np.random.Generator,
-    clock: Callable[[], float] = time.perf_counter,
     enough: Callable[[Times], bool] = lambda times: False,
     most: float = math.inf,
 ) -> Times:
@@ -104,11 +101,11 @@ def in_random_order(
     is asked again when there are half as many rounds more than when it was asked last.
     """
     times: Times = {name: [] for name in turns}
-    end, rounds, ask = clock() + seconds, 0, fewest
+    end, rounds, ask = time.perf_counter() + seconds, 0, fewest
     gc.collect()
     gc.disable()
     try:
-        while rounds < fewest or (rounds < most and clock() < end):
+        while rounds < fewest or (rounds < most and time.perf_counter() < end):
             if rounds >= ask:
                 if enough(times):
                     break
@@ -122,32 +119,13 @@ def in_random_order(
     return times
 
 
-def of_runs(
-    runs: Sequence[Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
-) -> list[list[float]]:
-    """Seconds of each run in so many rounds, after one that imports and warms up; garbage goes before each run."""
-
-    def turn(run: Callable[[], Any]) -> float:
-        gc.collect()  # what one leaves behind is not to be cleared away in the time of the next
-        return seconds_of(run, clock=clock)
-
-    for run in runs:
-        run()
-    turns = {str(number): functools.partial(turn, run) for number, run in enumerate(runs)}
-    return list(in_random_order(turns, rounds, 0.0, np.random.default_rng(0)).values())
-
-
-def seconds_of(
-    run: Callable[[], Any],
-    wait: Callable[[], object] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
+def seconds_of(run: Callable[[], Any], wait: Callable[[], object] = lambda: None) -> float:
     """How long a run takes; `wait` returns when the device has done all its work."""
     wait()
-    start = clock()
+    start = time.perf_counter()
     run()
     wait()
-    return clock() - start
+    return time.perf_counter() - start
 
 
 def synchronise(device: str) -> Callable[[], None]:
@@ -198,8 +176,3 @@ def ratio(times: Sequence[float], others: Sequence[float]) -> Ratio:
 def floor_of(same: Ratio) -> float:
     """The least effect that a measurement can tell, of two arms that are the same thing: how far they seem apart."""
     return max(abs(same.low - 1), abs(same.high - 1))
-
-
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    """`median (minimum to maximum)`."""
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"

@@ -50,14 +50,6 @@ def test_rounds_end_when_it_is_enough():
     assert len(times["a"]) == 11
 
 
-def test_of_runs_the_first_of_each_is_not_counted():
-    calls = []
-    times = timing.of_runs([lambda: calls.append("a"), lambda: calls.append("b")], 3)
-    assert sorted(calls[:2]) == ["a", "b"]
-    assert [len(seconds) for seconds in times] == [3, 3]
-    assert len(calls) == 8
-
-
 @pytest.mark.parametrize(
     ("found", "floor", "effect"),
     [
