@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import faulthandler
 import functools
 import importlib.util
-import multiprocessing
 import pickle
 import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +30,7 @@ from .. import store
 from ..judging.repro import portable
 from ..report.markdown import pipes
 from ..timing import cores
-from . import user_models
+from . import rows, user_models
 from .engines import quiet, reason
 from .machine import write
 from .models import named
@@ -43,8 +41,6 @@ TOLERANCE = 1e-4
 
 LIMIT = 300
 """Seconds after which the process of a model ends."""
-
-_PRELOADED = [__name__, "torch._dynamo", "diffusers", "timm", "sentence_transformers"]
 
 
 def users(
@@ -64,20 +60,20 @@ def users(
     """Do what users do with an optimized model, and compare with the model; exit status 1 if something is wrong."""
     names = named(models, tuple(user_models.NAMES))
     absent = sorted(each for each in user_models.MODELS if importlib.util.find_spec(each) is None)
-    rows = []
+    found = []
     with ThreadPoolExecutor(workers or cores()) as pool:
         present = [name for name in names if name.partition(".")[0] not in absent]
         for row in pool.map(functools.partial(_alone, tune=tune), present):
             typer.echo(row, err=True)
-            rows.append(row)
+            found.append(row)
     columns = ["library", "model", "graphs", "fallbacks", "wrong", *CELLS, "eager raises", "seconds"]
-    table = pd.DataFrame(rows, columns=columns)
+    table = pd.DataFrame(found, columns=columns)
     wrong, served = int(table["wrong"].sum()), int((table["graphs"] > 0).sum())
     write(
         "users",
         out,
         "What users do with an optimized model",
-        f"**Something is wrong with {wrong} of {len(rows)} models.** {served} get a graph"
+        f"**Something is wrong with {wrong} of {len(found)} models.** {served} get a graph"
         f"{'' if tune else ', and `tune=False`'}.",
         *(f"Left out: {library} is not installed." for library in absent),
         pipes(table.drop(columns="wrong")),
@@ -90,17 +86,13 @@ def users(
 
 def _alone(name: str, tune: bool) -> dict[str, Any]:
     """The row of a model, from a process of its own."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    with ProcessPoolExecutor(1, context) as pool:
-        try:
-            return pool.submit(_limited, name, tune).result()
-        except Exception as error:  # it cannot be built, or its process ended
-            return _row(name, {}, [], {"report": reason(error)}, float("nan"))
+    try:
+        return rows.alone(LIMIT, _on_one_thread, name, tune)
+    except Exception as error:  # it cannot be built, its process ended, or its time is up
+        return _row(name, {}, [], {"report": reason(error)}, float("nan"))
 
 
-def _limited(name: str, tune: bool) -> dict[str, Any]:
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
+def _on_one_thread(name: str, tune: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     with quiet():
         return journeys(name, tune)
