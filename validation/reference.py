@@ -92,7 +92,7 @@ def _metric(pattern: str, metric: Metric) -> tuple[str, str, str, str]:
 def _latency() -> str:
     margins = "; ".join(f"{margin:.0%} in the last {runs} runs" for runs, margin in MARGINS.items())
     return (
-        f"A latency is the ratio to the graph as captured, in the same run. A latency counts as worse after several runs on "
+        f"A latency is the ratio to the graph as captured, in the same run; of `optimize`, to the model. A latency counts as worse after several runs on "
         f"the same machine: {margins}. At least {FEWEST_BEFORE} earlier runs must lie below the new intervals, and the change "
         f"must exceed what runs of the same case differ by. Runs in which other processes used more than {BUSY.most:g} % of a "
         "core do not count, nor do the seconds of models that were timed then."

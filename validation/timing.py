@@ -36,17 +36,6 @@ class Ratio:
         """Of the interval, relative to the median."""
         return (self.high - self.low) / self.median
 
-    def effect(self, floor: float) -> int:
-        """1 for a ratio above 1, -1 for one below, 0 where the interval holds 1 or the median is within the floor.
-
-        Example:
-            >>> Ratio(0.9, 0.88, 0.92).effect(0.02), Ratio(0.99, 0.985, 0.995).effect(0.02), Ratio(1.2, 0.9, 1.4).effect(0.02)
-            (-1, 0, 0)
-        """
-        if abs(self.median - 1) > floor and (self.low > 1 or self.high < 1):
-            return 1 if self.median > 1 else -1
-        return 0
-
 
 class Others:
     """Counts the cores that other processes use, from now on (Linux: this process and the whole machine)."""
@@ -171,8 +160,3 @@ def ratio(times: Sequence[float], others: Sequence[float]) -> Ratio:
         (ratios,), np.median, n_resamples=RESAMPLES, method="percentile", rng=np.random.default_rng(0)
     ).confidence_interval
     return Ratio(median, float(interval.low), float(interval.high))
-
-
-def floor_of(same: Ratio) -> float:
-    """The least effect that a measurement can tell, of two arms that are the same thing: how far they seem apart."""
-    return max(abs(same.low - 1), abs(same.high - 1))

@@ -231,7 +231,6 @@ def test_markdown_tables_stay_tables(table):
 def test_the_summary_has_every_section_that_has_something_to_say(table):
     sections = [
         "Failures",
-        "`fxopt.optimize`",
         "Verdicts",
         "Compositions",
         "Failed as expected",

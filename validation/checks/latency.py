@@ -19,7 +19,6 @@ from ..timing import (
     Others,
     Ratio,
     Times,
-    floor_of,
     in_random_order,
     peak_mb,
     ratio,
@@ -41,8 +40,6 @@ EAGER, CAPTURED, AGAIN = "eager", "captured", "captured, again"
 arm, which shows by how much two arms seem apart that are the same.
 """
 
-EFFECTS = {-1: "faster", 0: "none above the A/A floor", 1: "slower"}
-
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
@@ -53,11 +50,6 @@ class Measured:
     memory: Mapping[str, float]  # the peak of the tensors that a run allocates, in MB
     failed: Mapping[str, tuple[str, str]]  # the stage in which an arm failed, and the error
     busy: float = 0.0  # the cores that other processes used meanwhile
-
-    @functools.cached_property
-    def floor(self) -> float:
-        """The least effect that can be told."""
-        return floor_of(ratio(self.times[AGAIN], self.times[CAPTURED]))
 
     def beside(self, arm: str, other: str) -> Ratio:
         """The time of an arm by that of another one in the same round."""
@@ -79,8 +71,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     if arm not in measured.times:
         return Finding(Outcome.NO_OP, "nothing to rewrite")
     baseline = CAPTURED if pipeline else EAGER
-    found = measured.beside(arm, baseline)
-    subject.facts["latency_effect"] = EFFECTS[found.effect(measured.floor)]
+    found, same = measured.beside(arm, baseline), measured.beside(AGAIN, CAPTURED)
     values = {
         "latency_transformed_ms": 1e3 * float(np.median(measured.times[arm])),
         "latency_baseline_ms": 1e3 * float(np.median(measured.times[baseline])),
@@ -88,7 +79,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         "latency_ratio_low": found.low,
         "latency_ratio_high": found.high,
         "latency_ratio_eager": measured.beside(arm, EAGER).median,
-        "latency_ratio_floor": measured.floor,
+        "latency_ratio_floor": max(abs(same.low - 1), abs(same.high - 1)),
         "latency_pairs": len(measured.times[arm]),
         "timing_threads": measured.threads,
         BUSY.name: 100 * measured.busy,

@@ -25,7 +25,7 @@ MOST_ERROR = {"float32": 1e-3, "bfloat16": 0.1, "int8": 0.1}
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """Compare an optimized model with the model, on the inputs and on their rows in another order, and report its speed-up.
 
-    A model without a graph passes, since it computes what the model computes; a fact says why there is none.
+    A model without a graph passes, since it computes what the model computes; its reason says why there is none.
     """
     precision, dtype = OPTIMIZED[pipeline[0]], subject.own
     model, inputs = subject.model(dtype).eval(), subject.inputs(dtype)
@@ -44,14 +44,14 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
                 measured["relative_error"] = max(measured["relative_error"], norm_error(expected, actual))
     finally:
         torch.set_num_threads(before)
-    if said := report.reason or report.unused:
+    if said := report.reason or report.unused or "":
         subject.facts[EAGER] = said
-    # As of other pipelines; where the graph is not used, the model itself runs.
-    measured["latency_ratio_eager"] = 1.0 if report.reason or not report.speedup else 1 / report.speedup
+    # Where the graph is not used, the model itself runs.
+    measured["latency_ratio"] = 1.0 if report.reason or not report.speedup else 1 / report.speedup
     measured |= {"latency_ready_s": report.seconds, BUSY.name: 100 * max(0.0, others.cores())}
     with subject.entering("compare"):
         error, limit = measured["relative_error"], measured["tolerance"]
         if error <= limit:
-            return Finding(measurements=measured)
+            return Finding(reason=said, measurements=measured)
         reason = f"the outputs in {precision} moved by {error:.3g} of their norm, the limit is {limit:g}"
         return Finding(Outcome.FAIL, reason, measured)

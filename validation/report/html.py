@@ -16,7 +16,6 @@ from ..records import AGAIN, FAILING, WORST_FIRST
 from ..regressions.metric import metric_of
 from ..store import COLUMNS, measurements_of
 from . import headline, tables
-from .pipelines import optimized
 from .wording import heading
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -56,7 +55,6 @@ def data(table: pd.DataFrame, since: headline.Since | None) -> dict[str, Any]:
         "notRun": headline.not_run(table),
         "conditions": tables.conditions(table),
         "since": _changes(since),
-        "optimized": _rows(optimized(ran)),
         "problems": _rows(tables.problems(table)),
         "refusals": _rows(tables.refusals(table)),
         "cases": {name: ran[name].fillna("").tolist() for name in WORDS}

@@ -9,7 +9,6 @@ import pandas as pd
 from ..records import AGAIN, FAILING, Outcome
 from . import headline as headlines
 from . import tables
-from .pipelines import optimized
 
 MARKS = {
     Outcome.PASS: "✅",
@@ -45,8 +44,6 @@ def summary(table: pd.DataFrame, since: headlines.Since | None = None) -> str:
         pipes(tables.problems(table)) or "None.",
         REPEATED.format(options=_options(table)) if table["outcome"].isin(FAILING).any() else "",
         *_changes(since),
-        "## `fxopt.optimize`",
-        pipes(optimized(ran)) or "Nothing was optimized.",
         "## Verdicts",
         LEGEND,
         pipes(tables.matrix(single)) or "None.",

@@ -30,7 +30,7 @@ DESCRIBED: dict[str, tuple[pa.DataType, str]] = {
     ),
     "outcome": (pa.string(), "how the case ended"),
     "stage": (pa.string(), "the stage in which it ended"),
-    "reason": (pa.string(), "why the outcome is not `pass`"),
+    "reason": (pa.string(), "why the outcome is not `pass`, or why `optimize` uses no graph"),
     "seconds": (pa.float64(), "the seconds that the case took"),
     "refusals": (pa.list_(REFUSAL), "the sites that a pass refused: pass, node, reason"),
     "run": (pa.string(), "the name of the run, which sorts by time"),
