@@ -77,11 +77,13 @@ def write_views(table: pd.DataFrame, directory: Path, history: Path | None = Non
         directory / "summary.md": lambda: markdown.summary(table, since),
         directory / "report.html": lambda: html.document(table, since),
         **{
-            directory / f"compatibility/{name}.md": functools.partial(markdown.compatibility, table, name)
+            directory / f"compatibility/{name}.md": functools.partial(
+                markdown.compatibility, table, name, "model"
+            )
             for name in ran["model"].unique()
         },
         **{
-            directory / f"passes/{name}.md": functools.partial(markdown.of_pass, ran, name)
+            directory / f"passes/{name}.md": functools.partial(markdown.compatibility, ran, name, "pipeline")
             for name in markdown.single_passes(ran)
         },
     }

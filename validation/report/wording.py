@@ -73,11 +73,6 @@ def ratio(row: pd.Series | Mapping[Hashable, Any]) -> str:
     return f"{value:.3f}" if math.isnan(low) else f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def number(value: object) -> str:
-    """A ratio to three places; a dash where there is none."""
-    return f"{value:.3f}" if isinstance(value, float) and not math.isnan(value) else ABSENT
-
-
 def pipeline_label(pipeline: str) -> str:
     """A pipeline as text.
 
