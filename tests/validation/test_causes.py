@@ -158,4 +158,4 @@ def test_what_vanished_is_one_line(run):
     good = night(run, 0)
     part = good[good["model"] != "bert"]
     since = headline.compared(good, part.assign(plan=""))
-    assert [cause.text for cause in since.causes] == ["bert: model vanished"]
+    assert [cause.text for cause in since.causes] == ["bert: 10 cases vanished"]

@@ -16,6 +16,9 @@ from .metric import BUSY, EAGER, KERNELS, UNKNOWN, Metric, metric_of, unit_of
 CHANGE = ["regression", "kind", "id", "metric", "before", "after", "explanation"]
 Change = tuple[bool, str, object, str, str, str, str]
 
+VANISHED = "vanished"
+"""The kind of change of a case that the later run does not have."""
+
 MACHINE = ["device_name", "threads"]
 """The columns that tell machines apart."""
 
@@ -24,7 +27,7 @@ def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool = False
     """The changes from one run (a table of `store.read_run`) to a later one, regressions first.
 
     A regression is: a case that passed and does not now, or that fails and did not before, be it for being new; a
-    model, device or case that has vanished, unless the later run was of a part; one that fails in an
+    case that has vanished, unless the later run was of a part; one that fails in an
     earlier stage, or a capture that asks for more; a metric that got worse by more
     than its noise (`validation.regressions.metric`), each judged by itself, or that a case with the same outcome has no more. The opposite
     changes are rows too, with `regression` False. What depends on the machine is compared on the same one alone, so are
@@ -54,26 +57,15 @@ def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool = False
 
 
 def _population(before: pd.DataFrame, after: pd.DataFrame) -> Iterator[Change]:
-    """Cases that only one of the runs has; a whole model or device is one change, not one a case."""
+    """Cases that only one of the runs has; new ones that do not fail are one change a model."""
     new = after.loc[after.index.difference(before.index)]
-    failing = new[new["outcome"].isin(FAILING)]
-    for case, outcome, reason in failing[["outcome", "reason"]].itertuples(name=None):
+    failing = new["outcome"].isin(FAILING)
+    for case, outcome, reason in new.loc[failing, ["outcome", "reason"]].itertuples(name=None):
         yield True, "new failure", case, "", "none", outcome, reason
-    for gone, left, other in (
-        (True, before.loc[before.index.difference(after.index)], after),
-        (False, new.drop(failing.index), before),
-    ):
-        found = []
-        for column in ("model", "device"):
-            whole = left[~left[column].isin(set(other[column]))]
-            counts = whole[column].value_counts().sort_index()
-            found += [(column, name, counted(count, "case")) for name, count in counts.items()]
-            left = left.drop(whole.index)
-        found += [("case", case, outcome) for case, outcome in left["outcome"].items()]
-        for what, name, had in found:
-            values = (had, "none") if gone else ("none", had)
-            word = "vanished" if gone else "added"
-            yield gone, f"{what} {word}", name, "", *values, "it is in one run only"
+    for case, outcome in before.loc[before.index.difference(after.index), "outcome"].items():
+        yield True, VANISHED, case, "", outcome, "none", "only the earlier run has it"
+    for model, count in new.loc[~failing, "model"].value_counts().items():
+        yield False, "added", model, "", "none", counted(count, "case"), "only the later run has them"
 
 
 def _environment(before: pd.DataFrame, after: pd.DataFrame) -> Iterator[Change]:
