@@ -59,7 +59,8 @@ def users(
 ) -> None:
     """Do what users do with an optimized model, and compare with the model; exit status 1 if something is wrong."""
     names = named(models, tuple(user_models.NAMES))
-    absent = sorted(each for each in user_models.MODELS if importlib.util.find_spec(each) is None)
+    libraries = {name.partition(".")[0] for name in names}
+    absent = sorted(library for library in libraries if importlib.util.find_spec(library) is None)
     found = []
     with ThreadPoolExecutor(workers or cores()) as pool:
         present = [name for name in names if name.partition(".")[0] not in absent]
