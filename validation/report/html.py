@@ -61,8 +61,8 @@ def data(table: pd.DataFrame, since: headline.Since | None) -> dict[str, Any]:
         | {"seconds": _short(ran["seconds"])},
         "numbers": {name: {"heading": heading(name), "values": _short(ran[name])} for name in shown},
         "facts": {name: ran[name].fillna("").tolist() for name in facts},
-        "worst": [str(outcome) for outcome in WORST_FIRST],
-        "failing": [str(outcome) for outcome in WORST_FIRST if outcome in FAILING],
+        "worst": WORST_FIRST,
+        "failing": sorted(FAILING),
         "command": AGAIN + next(iter(table["options"]), "") if len(table) else AGAIN,
     }
 

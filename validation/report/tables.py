@@ -44,8 +44,7 @@ def problems(table: pd.DataFrame, outcomes: Collection[str] = FAILING) -> pd.Dat
     failed = _ordered(table[table["outcome"].isin(outcomes)])
     grouped = failed.groupby(["outcome", "reason"], sort=False)
     rows = grouped.agg(case=("id", _some), stage=("stage", _distinct), cases=("id", "size")).reset_index()
-    rank = rows["outcome"].map({str(outcome): rank for rank, outcome in enumerate(WORST_FIRST)})
-    rows = rows.iloc[rank.argsort(kind="stable")].reset_index(drop=True)
+    rows = rows.iloc[rows["outcome"].map(WORST_FIRST.index).argsort(kind="stable")].reset_index(drop=True)
     return rows[["outcome", "case", "stage", "reason", "cases"]]
 
 
@@ -58,9 +57,9 @@ def verdicts(table: pd.DataFrame) -> pd.DataFrame:
     facts = [str(name) for name in table.columns if name not in COLUMNS and name not in measured]
     how = {name: "max" if metric_of(name).kind == "error" else "first" for name in [*measured, *facts]}
     key = ["model", "device", "pipeline"]
-    ranked = table.assign(rank=table["outcome"].map({str(o): rank for rank, o in enumerate(WORST_FIRST)}))
+    ranked = table.assign(rank=table["outcome"].map(WORST_FIRST.index))
     merged = ranked.groupby(key, sort=False).agg({"rank": "min", **how})
-    merged.insert(0, "verdict", merged.pop("rank").map(dict(enumerate(map(str, WORST_FIRST)))))
+    merged.insert(0, "verdict", merged.pop("rank").map(WORST_FIRST.__getitem__))
     said = table[table["reason"] != ""].groupby(key)["reason"].agg(_distinct)
     merged.insert(1, "reason", said.reindex(merged.index).fillna(""))
     return _ordered(merged.reset_index())
