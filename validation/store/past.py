@@ -27,19 +27,17 @@ from .table import (
 )
 
 
-def write_table(table: pa.Table, directory: Path) -> list[Path]:
-    """Writes `records.parquet`."""
+def write_table(table: pa.Table, directory: Path, name: str = "records") -> Path:
+    """Writes `records.parquet`, or another file; returns it."""
     directory.mkdir(parents=True, exist_ok=True)
-    replace(directory / "records.parquet", parquet(table))
-    return [directory / "records.parquet"]
+    file = directory / f"{name}.parquet"
+    replace(file, parquet(table))
+    return file
 
 
 def append_history(table: pa.Table, directory: Path) -> Path:
     """Adds the table of a run to the history, one file a run; returns the file."""
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / f"{table['run'][0].as_py()}.parquet"
-    replace(file, parquet(table))
-    return file
+    return write_table(table, directory, table["run"][0].as_py())
 
 
 def history(directory: Path) -> pd.DataFrame:
