@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,10 @@ class Others:
     """Counts the cores that other processes use, from now on (Linux: this process and the whole machine)."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from now on."""
         self._begin = self._now()
 
     def cores(self) -> float:
@@ -132,6 +137,17 @@ def timing_threads() -> int:
     other, and a run takes a hundred times as long.
     """
     return max(1, cores() // 2)
+
+
+@contextlib.contextmanager
+def timing() -> Iterator[Others]:
+    """Gives torch the threads of timed runs in the block, and counts what other processes use."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(timing_threads())
+    try:
+        yield Others()
+    finally:
+        torch.set_num_threads(before)
 
 
 def second_of_two(run: Callable[[Any], object], feed: Callable[[], Any]) -> Callable[[], float]:

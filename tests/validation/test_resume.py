@@ -27,7 +27,7 @@ def table(harness: Harness) -> pd.DataFrame:
         for name in rows.columns
         if name not in ("run", "started") and not any(word in name for word in ("seconds", "latency", "busy"))
     ]
-    return rows[same].drop(columns=["memory_peak_mb", "timing_threads"], errors="ignore").sort_index()
+    return rows[same].drop(columns=["memory_peak_mb"], errors="ignore").sort_index()
 
 
 CUT = ["-p", "tests.validation.cutting"]

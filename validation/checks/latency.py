@@ -16,7 +16,6 @@ from ..judging.subject import Subject
 from ..records import Check, Finding, Outcome
 from ..regressions.metric import BUSY
 from ..timing import (
-    Others,
     Ratio,
     Times,
     in_random_order,
@@ -24,7 +23,7 @@ from ..timing import (
     ratio,
     seconds_of,
     synchronise,
-    timing_threads,
+    timing,
 )
 from ..zoo.plan import checks, members, pipelines
 
@@ -46,7 +45,6 @@ class Measured:
     """The times of the arms of one model: by the name of the arm the seconds of each round, and what else there is of it."""
 
     times: Times
-    threads: int  # of each run
     memory: Mapping[str, float]  # the peak of the tensors that a run allocates, in MB
     failed: Mapping[str, tuple[str, str]]  # the stage in which an arm failed, and the error
     busy: float = 0.0  # the cores that other processes used meanwhile
@@ -81,7 +79,6 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         "latency_ratio_eager": measured.beside(arm, EAGER).median,
         "latency_ratio_floor": max(abs(same.low - 1), abs(same.high - 1)),
         "latency_pairs": len(measured.times[arm]),
-        "timing_threads": measured.threads,
         BUSY.name: 100 * measured.busy,
         "memory_peak_mb": measured.memory[arm],
     }
@@ -95,13 +92,11 @@ def narrow(times: Times) -> bool:
 
 def measure(subject: Subject) -> Measured:
     """Make every arm of a model ready, and time them turn by turn; an arm that fails is left out with its error."""
-    threads, before = timing_threads(), torch.get_num_threads()
-    torch.set_num_threads(threads)
     wait = synchronise(subject.device)
     runs: dict[str, Callable[[], object]] = {}
     memory: dict[str, float] = {}
     failed: dict[str, tuple[str, str]] = {}
-    try:
+    with timing() as others:
         for arm, make in _arms(subject).items():
             stage = subject.stage
             try:
@@ -119,13 +114,11 @@ def measure(subject: Subject) -> Measured:
             subject.enter(stage)
         with subject.entering("time"), torch.no_grad():
             turns = {arm: _turn(run, wait) for arm, run in runs.items()}
-            others = Others()
+            others.begin()
             times = in_random_order(
                 turns, FEWEST, subject.timing, np.random.default_rng(0), enough=narrow, most=MOST
             )
-    finally:
-        torch.set_num_threads(before)
-    return Measured(times, threads, memory, failed, others.cores())
+        return Measured(times, memory, failed, others.cores())
 
 
 def _arms(subject: Subject) -> dict[str, Callable[[], Callable[[], object] | None]]:

@@ -122,7 +122,7 @@ METRICS: dict[str, Metric] = {
         "context", factor=math.inf, text="how many uses of the graph were tried: copy, pickle, save, ..."
     ),
     "nodes*": Metric("size", factor=1.1, text="the nodes of the graph"),
-    "timing_threads": Metric("context", factor=math.inf, text="the threads of a timed run"),
+    "timing_threads": Metric("context", factor=math.inf, text="the threads of a timed run, in older files"),
 }
 """The metrics by the patterns of names; the first that fits counts."""
 
