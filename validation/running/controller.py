@@ -48,11 +48,10 @@ class Controller:
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         if session.config.option.collectonly:
             return
-        plan = store.plan_of(self.planned)
         run = store.Run.now(
             threads=timing_threads(),
             devices=self.devices,
-            plan=plan,
+            plan=store.plan_of(self.planned),
             options=options(session.config),
             root=self.root,
         )
@@ -60,10 +59,6 @@ class Controller:
             self._journal = store.Journal(self.directory, run, self.resume)
         except store.ReportError as error:
             raise pytest.UsageError(str(error)) from error
-        for case, record in [*self._journal.earlier.items()]:
-            # A zoo that git does not know may have changed since, and the commit is the same.
-            if case.id in self.cases and record.content != self.content(case):
-                del self._journal.earlier[case]
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, _once) for number in ENDING}
 
@@ -101,20 +96,25 @@ class Controller:
         self, cases: Sequence[Case], begun: Callable[[Case], None]
     ) -> Generator[Record, None, None]:
         """The records of a run that was cut; then of the cases that may share the machine; then, alone, of the timed ones."""
-        earlier = self._journal.earlier if self._journal else {}
-        for case in [case for case in cases if case in earlier]:
-            begun(case)
-            yield earlier[case]
-        cases = [case for case in cases if case not in earlier]
-        yield from self.pool.run([case for case in cases if not case.timed], self.workers, begun)
-        yield from self.pool.run([case for case in cases if case.timed], 1, begun)
+        assert self._journal is not None
+        earlier, left = self._journal.earlier, list[Case]()
+        for case in cases:
+            # A zoo that git does not know may have changed since, and the commit is the same.
+            if case in earlier and earlier[case].content == self.content(case):
+                begun(case)
+                yield earlier[case]
+            else:
+                left.append(case)
+        yield from self.pool.run([case for case in left if not case.timed], self.workers, begun)
+        yield from self.pool.run([case for case in left if case.timed], 1, begun)
 
     def _keep(self, record: Record) -> None:
         assert self._journal is not None
+        is_new = record is not self._journal.earlier.get(record.case)
         record = dataclasses.replace(record, content=self.content(record.case))
         self._records[record.case.id] = record
         try:
-            if record.case not in self._journal.earlier:
+            if is_new:
                 self._journal.append(record)
         except OSError as error:  # such as a full disk: what was found before is in the journal
             pytest.exit(f"{self._journal.file}: cannot be written: {error}", returncode=1)
@@ -147,9 +147,6 @@ class Controller:
         else:
             self._problems += written.problems
             self._message = report.terminal_summary(table.to_pandas(), written.files, written.since)
-            journals = {*self._journal.file.parent.glob("*.jsonl")} - {self._journal.file}
-            if cut := sorted(map(str, journals)):
-                self._message += f"\n\nEarlier runs were cut, and `fxopt merge` takes them: {', '.join(cut)}"
         if self._problems:
             self._problems.append(f"all records are in {self._journal.file}: `fxopt merge` takes it")
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED

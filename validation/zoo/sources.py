@@ -51,12 +51,11 @@ def load_zoo(path: Path, paths: Iterable[str] = ()) -> tuple[list[Entry], dict[s
     try:
         file = ZooFile.model_validate(data)
     except pydantic.ValidationError as error:
-        places = [e["loc"] for e in error.errors()]
         found = [
             (e["loc"], _IN_YAML.get(e["type"], e["msg"].removeprefix("Value error, ")))
             for e in error.errors()
-            # a list whose items are wrong is also too short for pydantic
-            if not any(place != e["loc"] and place[: len(e["loc"])] == e["loc"] for place in places)
+            if e["type"] != "too_short"
+            or not e["input"]  # a list whose items are wrong is also too short for pydantic
         ]
         raise yaml_file.mistakes(path, data, found) from error
     own, wrong = _own_passes(file, passes, paths)
