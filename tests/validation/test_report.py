@@ -196,21 +196,6 @@ def test_numbers_as_text(name, value, text):
     assert wording.shown(name, value) == text
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("latency_baseline_ms", "latency baseline (ms)"),
-        ("parameters_mb_after", "parameters after (MB)"),
-        ("latency_ratio", "latency, transformed / original"),
-        ("peak_memory_bytes", "peak memory (B)"),
-        ("nodes_after", "nodes after"),
-        ("seconds_per_token", "seconds per token"),
-    ],
-)
-def test_headings_have_units(name, text):
-    assert wording.heading(name) == text
-
-
 # --- Markdown ------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from ..records import FAILING, STAGES, Outcome, counted
 from ..store import measurements_of, missing
 from ..zoo.build import DEFAULT
 from ..zoo.sources import SOURCE
-from .metric import BUSY, EAGER, KERNELS, UNKNOWN, Metric, metric_of, unit_of
+from .metric import BUSY, EAGER, KERNELS, UNKNOWN, Metric, metric_of
 
 CHANGE = ["regression", "kind", "id", "metric", "before", "after", "explanation"]
 Change = tuple[bool, str, object, str, str, str, str]
@@ -120,9 +120,9 @@ def _measurements(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[Change]:
             case, before, after = new.index[row], float(was[row]), float(now[row])
             if np.isnan(after) and ended_alike[row] and metric.better:
                 text = f"{name} is not a number, or not measured any more"
-                yield True, metric.kind, case, name, _shown(name, before), "nan", text
+                yield True, metric.kind, case, name, f"{before:.4g}", "nan", text
             elif change := metric.changed(before, after):
-                values = _shown(name, before), _shown(name, after)
+                values = f"{before:.4g}", f"{after:.4g}"
                 yield change > 0, metric.kind, case, name, *values, _change(name, metric, before, after)
 
 
@@ -157,10 +157,6 @@ def _change(name: str, metric: Metric, was: float, now: float) -> str:
     return (
         f"{name} {word} to {now / was if was else np.inf:.3g} times; a factor of {metric.factor:g} is noise"
     )
-
-
-def _shown(name: str, value: float) -> str:
-    return f"{value:.4g} {unit_of(name)}".rstrip()
 
 
 def _text(table: pd.DataFrame, name: str) -> pd.Series[str]:

@@ -1,4 +1,4 @@
-"""The metrics: the direction, the noise and the unit of what a case measures, by patterns of its name."""
+"""The metrics: the direction and the noise of what a case measures, by patterns of its name."""
 
 from __future__ import annotations
 
@@ -69,9 +69,6 @@ class Busy:
 BUSY = Busy("busy_percent", 10.0)
 """The part of a core that other processes took while latencies were measured."""
 
-UNITS = {"ms": "ms", "seconds": "s", "mb": "MB", "bytes": "B", "percent": "%"}
-"""The units that words in the names of measurements stand for."""
-
 UNKNOWN = Metric("undeclared", factor=1.1)
 """A measurement that no pattern knows: its changes are told, and that nobody has said whether they are good."""
 
@@ -131,13 +128,3 @@ METRICS: dict[str, Metric] = {
 def metric_of(name: str) -> Metric:
     """The metric of a measurement, by its name."""
     return next((found for pattern, found in METRICS.items() if fnmatch.fnmatch(name, pattern)), UNKNOWN)
-
-
-def unit_of(name: str) -> str:
-    """The unit of a measurement, which its name says; empty for a count or a ratio.
-
-    Example:
-        >>> unit_of("latency_baseline_ms"), unit_of("sites")
-        ('ms', '')
-    """
-    return next((UNITS[word] for word in name.split("_")[1:] if word in UNITS), "")

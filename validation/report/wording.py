@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from ..regressions.metric import UNITS, metric_of, unit_of
+from ..regressions.metric import metric_of
 
 ABSENT = "-"
 NO_PASS = "(no pass)"
@@ -17,7 +17,6 @@ RATIO = ("latency_ratio", "latency_ratio_low", "latency_ratio_high")
 FORMATS = {"error": ".1e", "limit": ".1e", "accuracy": ".6g"}
 """Of errors the magnitude matters; of shares of right answers, and of a cosine, how much is missing."""
 
-# How measurements are called in headings; other names are spelled out, with their unit.
 HEADINGS = {
     "latency_ratio": "latency, transformed / original",
     "sites": "sites rewritten",
@@ -26,18 +25,13 @@ HEADINGS = {
 
 
 def heading(name: str) -> str:
-    """The heading of a measurement, with its unit.
+    """The heading of a measurement.
 
     Example:
         >>> heading("latency_baseline_ms")
-        'latency baseline (ms)'
+        'latency baseline ms'
     """
-    if name in HEADINGS:
-        return HEADINGS[name]
-    first, *words = name.split("_")
-    unit = unit_of(name)
-    text = " ".join([first, *(word for word in words if UNITS.get(word) != unit)])
-    return f"{text} ({unit})" if unit else text
+    return HEADINGS.get(name, name.replace("_", " "))
 
 
 def shown(name: str, value: float) -> str:

@@ -172,11 +172,11 @@ class _Worker:
             self.dead = True
             return None
         if time.monotonic() >= self.deadline:
-            if self._late:
-                self._process.kill()
-            else:  # it writes its stack, even from compiled code, where no signal handler of Python runs
-                os.kill(self._process.pid, signal.SIGABRT)
-            self._late, self.deadline = True, time.monotonic() + LAST_WORDS
+            # It writes its stack, even from compiled code, where no signal handler of Python runs.
+            os.kill(self._process.pid, signal.SIGABRT)
+            self._process.join(LAST_WORDS)
+            self._process.kill()
+            self._late = self.dead = True
         return None
 
     def obituary(self) -> Record | None:
