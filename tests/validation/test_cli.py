@@ -111,7 +111,7 @@ def test_a_failure_is_not_accepted_but_told_where_it_belongs(runs, call):
     assert (result.exit_code, "--reason is empty" in result.stderr) == (2, True)
     result = call("accept", case, "--reason", "so it is", "--current", runs[1], "--baseline", runs[0])
     assert result.exit_code == 2
-    assert 'known_failures: [{check: "parity", pipeline: "", reason: "so it is"' in result.stderr
+    assert 'known_failures: [{"check": "parity", "pipeline": "", "reason": "so it is"}]' in result.stderr
 
 
 def test_history_passes_over_a_broken_file_with_a_warning(runs, run, call):

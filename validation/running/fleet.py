@@ -61,7 +61,6 @@ class Fleet:
         self._ray = _connected(address)
         self._parts = self._ray.put((make, limit, preload))
         self._run = self._ray.remote(max_retries=0, num_returns="streaming")(_run)
-        self._gone: set[str] = set()
         _check_versions(self._ray)
 
     def run(
@@ -80,8 +79,8 @@ class Fleet:
                     continue
                 ready, _ = self._ray.wait(list(running), timeout=1.0)
                 for task in ready:
-                    chunk, place = running[task]
-                    for record in self._heard(task, chunk, place):
+                    chunk, _ = running[task]
+                    for record in self._heard(task, chunk):
                         if record is None:
                             del running[task]
                             if chunk.cases:
@@ -102,7 +101,7 @@ class Fleet:
         alive = (
             node["NodeID"] for node in self._ray.nodes() if node["Alive"] and needed in node["Resources"]
         )
-        return next((node for node in alive if node not in taken | self._gone), None)
+        return next((node for node in alive if node not in taken), None)
 
     def _submit(self, chunk: _Chunk, place: str) -> Any:
         options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(_on_gpu(chunk))}
@@ -111,7 +110,7 @@ class Fleet:
             options["scheduling_strategy"] = strategy(node_id=place, soft=False)
         return self._run.options(**options).remote(self._parts, list(chunk.cases))
 
-    def _heard(self, task: Any, chunk: _Chunk, place: str) -> Iterator[Record | None]:
+    def _heard(self, task: Any, chunk: _Chunk) -> Iterator[Record | None]:
         """The record that a task has sent, and None when it has ended, or its node has."""
         try:
             record: Record = self._ray.get(next(task))
@@ -120,7 +119,7 @@ class Fleet:
         except self._ray.exceptions.RayTaskError as error:
             raise FleetError(f"the harness failed on a node: {error}") from error
         except (self._ray.exceptions.TaskUnschedulableError, self._ray.exceptions.TaskCancelledError):
-            self._gone.add(place)  # Ray lists a lost node for some seconds more
+            time.sleep(1.0)  # Ray lists a lost node for some seconds more
             yield None
         except self._ray.exceptions.RayError as error:
             chunk.lost += 1
@@ -188,8 +187,6 @@ def _check_versions(ray: Any) -> None:
         where = node["NodeManagerAddress"]
         try:
             theirs = ray.get(asked)
-        except ray.exceptions.TaskUnschedulableError:  # lost meanwhile
-            continue
         except ray.exceptions.RayError as error:  # such as of a node without this package
             text = str(error).strip().splitlines()[-1]
             raise FleetError(f"the harness cannot run on {where}: {text}") from error
