@@ -29,9 +29,6 @@ class Ratio:
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
-
     @property
     def width(self) -> float:
         """Of the interval, relative to the median."""

@@ -79,7 +79,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         "latency_ratio_eager": measured.beside(arm, EAGER).median,
         "latency_ratio_floor": max(abs(same.low - 1), abs(same.high - 1)),
         "latency_pairs": len(measured.times[arm]),
-        BUSY.name: 100 * measured.busy,
+        BUSY: 100 * measured.busy,
         "memory_peak_mb": measured.memory[arm],
     }
     return Finding(measurements=values)

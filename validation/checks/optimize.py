@@ -43,7 +43,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         subject.facts[EAGER] = said
     # Where the graph is not used, the model itself runs.
     measured["latency_ratio"] = 1.0 if report.reason or not report.speedup else 1 / report.speedup
-    measured |= {"latency_ready_s": report.seconds, BUSY.name: 100 * others.cores()}
+    measured |= {"latency_ready_s": report.seconds, BUSY: 100 * others.cores()}
     with subject.entering("compare"):
         error, limit = measured["relative_error"], measured["tolerance"]
         if error <= limit:

@@ -11,7 +11,7 @@ from ..records import FAILING, STAGES, Outcome, counted
 from ..store import measurements_of, missing
 from ..zoo.build import DEFAULT
 from ..zoo.sources import SOURCE
-from .metric import BUSY, EAGER, KERNELS, UNKNOWN, Metric, metric_of
+from .metric import BUSY, EAGER, KERNELS, MOST_BUSY, UNKNOWN, Metric, metric_of
 
 CHANGE = ["regression", "kind", "id", "metric", "before", "after", "explanation"]
 Change = tuple[bool, str, object, str, str, str, str]
@@ -140,8 +140,8 @@ def _comparable(metric: Metric, old: pd.DataFrame, new: pd.DataFrame) -> np.ndar
         graph = (_text(old, EAGER) == "") & (_text(new, EAGER) == "")
         found = (_text(new, SOURCE) == "") & graph
     if metric.kind == "time":
-        runs = [run for run in (old, new) if BUSY.name in run]
-        busy = {model for run in runs for model in run.loc[run[BUSY.name] > BUSY.most, "model"]}
+        runs = [run for run in (old, new) if BUSY in run]
+        busy = {model for run in runs for model in run.loc[run[BUSY] > MOST_BUSY, "model"]}
         found &= ~new["model"].isin(busy)
     return found.to_numpy()
 
@@ -150,10 +150,8 @@ def _change(name: str, metric: Metric, was: float, now: float) -> str:
     word = "rose" if now > was else "fell"
     if metric is UNKNOWN:
         return f"{name} {word}: declare in validation/regressions/metric.py whether that is good"
-    if metric.factor == 1 and not metric.difference:
-        return f"{name} {word}"
-    if metric.difference is not None:
-        return f"{name} {word} by {abs(now - was):.4g}; {metric.difference} is noise"
+    if metric.factor == 1:
+        return f"{name} {word} by {abs(now - was):.4g}"
     return (
         f"{name} {word} to {now / was if was else np.inf:.3g} times; a factor of {metric.factor:g} is noise"
     )

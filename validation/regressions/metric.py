@@ -58,16 +58,8 @@ KERNELS = "kernels"
 """The fact in which a case names the kernels that its passes picked: which there are, the machine decides."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Busy:
-    """A measurement of how busy the machine was, and the most at which latencies count."""
-
-    name: str
-    most: float
-
-
-BUSY = Busy("busy_percent", 10.0)
-"""The part of a core that other processes took while latencies were measured."""
+BUSY, MOST_BUSY = "busy_percent", 10.0
+"""The part of a core that other processes took while latencies were measured, and the most at which these count."""
 
 UNKNOWN = Metric("undeclared", factor=1.1)
 """A measurement that no pattern knows: its changes are told, and that nobody has said whether they are good."""

@@ -11,7 +11,7 @@ import pandas as pd
 
 from ..records import FAILING
 from ..store import ReportError, measurements_of
-from .metric import BUSY
+from .metric import BUSY, MOST_BUSY
 
 LATENCY = "latency_ratio"
 CHANGED = ["id", "runs", "since", "before", "recent", "change"]
@@ -83,9 +83,9 @@ def latencies(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 def _idle(table: pd.DataFrame) -> pd.DataFrame:
     """The rows with a latency that was measured on an idle machine; runs that do not say how busy it was count."""
-    busy = table[BUSY.name] if BUSY.name in table else pd.Series(0.0, table.index)
+    busy = table[BUSY] if BUSY in table else pd.Series(0.0, table.index)
     columns = ["id", "run", "started", "device_name", "threads", "content"]
-    chosen = table[table[LATENCY].notna() & ~(busy > BUSY.most)]
+    chosen = table[table[LATENCY].notna() & ~(busy > MOST_BUSY)]
     ends = {
         end: chosen.get(f"{LATENCY}_{end}", chosen[LATENCY]).fillna(chosen[LATENCY])
         for end in ("low", "high")

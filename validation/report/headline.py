@@ -12,7 +12,7 @@ from ..records import FAILING, Outcome, counted
 from ..regressions import trend
 from ..regressions.causes import Cause, causes, failures
 from ..regressions.compare import CHANGE, compare
-from ..regressions.metric import BUSY
+from ..regressions.metric import BUSY, MOST_BUSY
 from ..store import ReportError, missing, read_run
 from ..zoo.sources import SOURCE
 
@@ -34,7 +34,7 @@ def not_run(table: pd.DataFrame) -> list[str]:
     if len(skipped := table[table["outcome"] == Outcome.SKIP]):
         cases, models = counted(len(skipped), "case"), counted(skipped["model"].nunique(), "model")
         told.append(f"{cases} of {models} not run: {skipped['reason'].value_counts().index[0]}")
-    if BUSY.name in table and (busy := table.loc[table[BUSY.name] > BUSY.most, "model"].nunique()):
+    if BUSY in table and (busy := table.loc[table[BUSY] > MOST_BUSY, "model"].nunique()):
         told.append(
             f"The machine was busy in the time measurements of {counted(busy, 'model')}: these latencies and times are not judged"
         )

@@ -53,10 +53,8 @@ class Pool:
         preload: Collection[str] = PRELOADED,
     ) -> None:
         self._make, self._limit = make, limit
-        forks = "forkserver" in multiprocessing.get_all_start_methods()
-        self._context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
-        if forks:
-            self._context.set_forkserver_preload(list(preload))
+        self._context: Any = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(preload))
         self._deaths = Counter[Group]()
 
     def run(

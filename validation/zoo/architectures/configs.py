@@ -164,7 +164,6 @@ def _consistent(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, A
         values["num_key_value_heads"] = values.get("num_attention_heads", HEADS)
     if "head_dim" in names and original.get("head_dim") is None and "hidden_size" in values:
         values["head_dim"] = values["hidden_size"] // values.get("num_attention_heads", HEADS)
-    _state_space(values)
     _sections(values, config)
     return values
 
@@ -213,18 +212,6 @@ def _outputs(values: dict[str, Any], config: PreTrainedConfig) -> None:
         values[layers] = max(values[layers], len(indices))
         indices = [*range(values[layers] + 1)][-len(indices) :]
     values["out_indices"] = [*indices]
-
-
-def _state_space(values: dict[str, Any]) -> None:
-    """Mamba: heads times their width is the expanded width."""
-    for heads, width, expand in (
-        ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
-        ("mamba_num_heads", "mamba_head_dim", "expand"),
-        ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
-        ("num_heads", "head_dim", "expand"),
-    ):
-        if {heads, width, expand} <= values.keys():
-            values[heads] = values["hidden_size"] * values[expand] // values[width]
 
 
 def _sections(values: dict[str, Any], config: PreTrainedConfig) -> None:
