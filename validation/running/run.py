@@ -21,7 +21,7 @@ from ..judging.repro import portable
 from ..judging.subject import TIMING, Subject
 from ..records import FAILING, Case, Check, Finding, Outcome, Record
 from ..zoo.entry import Entry, judged
-from ..zoo.sources import marked
+from ..zoo.sources import SOURCE, Architecture
 
 BEFORE_PASSES = ("load", "run the model", "capture")
 """The stages before there is anything to check, of which no pass is to blame."""
@@ -46,7 +46,9 @@ class Runner:
     def run(self, case: Case) -> Record:
         """Run a case to its record. Raises nothing but `KeyboardInterrupt`."""
         started, subject = time.perf_counter(), self._subject_of(case)
-        subject.measurements, subject.facts = {}, {}
+        entry = subject.entry
+        source = {SOURCE: entry.source.rpartition(".")[2]} if isinstance(entry, Architecture) else {}
+        subject.measurements, subject.facts = {}, source
         subject.entered = functools.partial(self.entered, case)
         finding = self._finding(case, subject)
         record = Record(
@@ -61,7 +63,7 @@ class Runner:
             facts={name: portable(text) for name, text in subject.facts.items()},
             repro=_script(case, finding, subject),
         )
-        return marked(subject.entry, judged(subject.entry.known_failures, record))
+        return judged(entry.known_failures, record)
 
     def _finding(self, case: Case, subject: Subject) -> Finding:
         if self._lost and not (case.check is Check.PEER and self._lost[0] == "capture"):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from .journal import Journal
 from .past import accept, append_history, history, read_run, read_table, write_table
-from .provenance import Run, processor, version
+from .provenance import Run, version
 from .table import (
     COLUMNS,
-    SCHEMA,
     ReportError,
     file_of,
     measurements_of,
@@ -20,7 +19,6 @@ from .table import (
 
 __all__ = [
     "COLUMNS",
-    "SCHEMA",
     "Journal",
     "ReportError",
     "Run",
@@ -32,7 +30,6 @@ __all__ = [
     "merge",
     "missing",
     "plan_of",
-    "processor",
     "read_run",
     "read_table",
     "replace",

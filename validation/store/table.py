@@ -82,15 +82,11 @@ def missing(table: pd.DataFrame) -> int:
 def table_of(records: Sequence[Record], run: Run) -> pa.Table:
     """The records as one table, sorted by case; a measurement that a case lacks is null, not NaN.
 
-    Raises `ReportError` when there are no records, when two records have the same case, or when a measurement
-    has the name of a column that every run has.
+    Raises `ReportError` when there are no records, or when a measurement has the name of a column that every run has.
     """
     if not records:
         raise ReportError("there are no records to write: no case was run, so the previous report stays")
     rows = [_writable(_row(record, run)) for record in sorted(records, key=lambda record: record.case)]
-    repeated = pd.Series([row["id"] for row in rows]).value_counts().loc[lambda count: count > 1].index
-    if len(repeated):
-        raise ReportError(f"more than one record of the same case: {', '.join(map(str, repeated))}")
     measured = sorted({name for record in records for name in record.measurements})
     stated = sorted({name for record in records for name in record.facts})
     if clash := [name for name in (*measured, *stated) if name in COLUMNS]:

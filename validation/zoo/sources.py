@@ -4,7 +4,6 @@ sweep: every model of a source, such as the model types of transformers.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -20,7 +19,6 @@ import fxopt.passes
 from fxopt.errors import PassError
 from fxopt.rewriting.transformation import Transformation
 
-from ..records import Record
 from . import yaml_file
 from .entry import Entry, Input, ZooFile, factory
 from .yaml_file import ZooError
@@ -220,10 +218,3 @@ def architectures(zoo: str, peer: bool = False) -> list[Architecture]:
         raise ZooError(f"{zoo} cannot be swept: {error}") from error
     made = functools.partial(Architecture, source=source.__name__, peer=peer, tags=())
     return [made(name=name, model=name) for name in source.model_types()]
-
-
-def marked(entry: Entry, record: Record) -> Record:
-    """A record with the source of its model, if a sweep has one: it tells the runs of sweeps from others."""
-    if not isinstance(entry, Architecture):
-        return record
-    return dataclasses.replace(record, facts={**record.facts, SOURCE: entry.source.rpartition(".")[2]})
