@@ -50,19 +50,19 @@ def users(
     tune: Annotated[
         bool, typer.Option(help="With --no-tune, also graphs that are slower here are used, and so tried.")
     ] = True,
-    workers: Annotated[
-        int, typer.Option(help="How many models at a time, each with one thread; 0 for all cores.")
-    ] = 0,
     out: Annotated[Path, typer.Option(help="Where users.md and users.parquet are written.")] = Path(
         "reports/baseline"
     ),
 ) -> None:
-    """Do what users do with an optimized model, and compare with the model; exit status 1 if something is wrong."""
+    """Do what users do with an optimized model, and compare with the model; exit status 1 if something is wrong.
+
+    As many models as there are cores run at a time, each with one thread.
+    """
     names = named(models, tuple(user_models.NAMES))
     libraries = {name.partition(".")[0] for name in names}
     absent = sorted(library for library in libraries if importlib.util.find_spec(library) is None)
     found = []
-    with ThreadPoolExecutor(workers or cores()) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         present = [name for name in names if name.partition(".")[0] not in absent]
         for row in pool.map(functools.partial(_alone, tune=tune), present):
             typer.echo(row, err=True)
