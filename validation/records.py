@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
-
-import pydantic
 
 
 class Check(enum.StrEnum):
@@ -131,18 +128,6 @@ class Record:
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
     content: str = ""
     repro: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """The record as plain JSON data, as it stands in a journal."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Record:
-        """The inverse of `to_json`."""
-        return _RECORD.validate_python(data)
-
-
-_RECORD = pydantic.TypeAdapter(Record)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from rich.console import Console
+import typer
 
 from .. import store
 from ..report.markdown import page
@@ -25,4 +25,4 @@ def write(name: str, out: Path, title: str, *blocks: str) -> None:
     text = page(f"# {title}", made, *blocks)
     out.mkdir(parents=True, exist_ok=True)
     store.replace(out / f"{name}.md", text.encode())
-    Console().print(text, markup=False)
+    typer.echo(text)

@@ -33,7 +33,6 @@ def runs(history: pd.DataFrame) -> pd.DataFrame:
         commit=("commit", "first"),
         torch=("torch", "first"),
         transformers=("transformers", "first"),
-        models=("model", "nunique"),
         cases=("id", "size"),
         failed=("failed", "sum"),
     )
