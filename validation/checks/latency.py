@@ -15,16 +15,7 @@ from ..judging.rewritten import differ
 from ..judging.subject import Subject
 from ..records import Check, Finding, Outcome
 from ..regressions.metric import BUSY
-from ..timing import (
-    Ratio,
-    Times,
-    in_random_order,
-    peak_mb,
-    ratio,
-    seconds_of,
-    synchronise,
-    timing,
-)
+from ..timing import Ratio, Times, in_random_order, peak_mb, ratio, seconds_of, synchronise, timing
 from ..zoo.plan import checks, members, pipelines
 
 FEWEST, MOST = 7, 200

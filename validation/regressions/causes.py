@@ -17,17 +17,7 @@ from .compare import VANISHED
 CAPTURE = {"load": "is not built", "run the model": "does not run", "capture": "is not captured"}
 """The stages before any pass, and what a model that ends there lacks."""
 
-_SEVERITY = (
-    "outcome",
-    "new failure",
-    "stage",
-    "capture",
-    "error",
-    "limit",
-    "accuracy",
-    "compared",
-    "sites",
-)
+_SEVERITY = ("outcome", "new failure", "stage", "capture", "error", "limit", "accuracy", "compared", "sites")
 """The kinds of changes, the worst first; others come after these."""
 
 PASSES = (ALL, EXACT)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ..records import FAILING, Outcome, counted
+from ..records import FAILING, WORST_FIRST, Outcome, counted
 from ..regressions import trend
 from ..regressions.causes import Cause, causes, failures
 from ..regressions.compare import CHANGE, compare
@@ -46,7 +46,7 @@ def not_run(table: pd.DataFrame) -> list[str]:
 def ends(table: pd.DataFrame) -> dict[str, int]:
     """How many cases ended how, without those that were not run."""
     counted = table["outcome"].value_counts()
-    return {str(o): int(counted[o]) for o in Outcome if o in counted and o is not Outcome.SKIP}
+    return {o: int(counted[o]) for o in WORST_FIRST if o in counted and o != Outcome.SKIP}
 
 
 def ran(table: pd.DataFrame) -> pd.DataFrame:

@@ -37,7 +37,7 @@ def summary(table: pd.DataFrame, since: headlines.Since | None = None) -> str:
         pipes(pd.DataFrame(tables.conditions(table).items(), columns=["made with", ""])),
         "## Failures",
         pipes(tables.problems(table)) or "None.",
-        REPEATED.format(options=_options(table)) if table["outcome"].isin(FAILING).any() else "",
+        REPEATED.format(options=table["options"].iloc[0]) if table["outcome"].isin(FAILING).any() else "",
         "## Verdicts",
         LEGEND,
         pipes(tables.matrix(ran[ran["pipeline"].isin(["", *single])])) or "None.",
@@ -77,11 +77,6 @@ REPEATED = (
     f"`{AGAIN.format(model='MODEL', case='CASE')}{{options}}` runs one of them again, and `python repro/CASE.py`, beside this file, "
     "shows it without the harness. Both end with 0 when it is right."
 )
-
-
-def _options(table: pd.DataFrame) -> str:
-    """The options with which `fxopt validate` finds the zoo and the passes of a run."""
-    return str(table["options"].iloc[0] or "") if "options" in table else ""
 
 
 def _worse(since: headlines.Since | None) -> list[str]:

@@ -47,10 +47,7 @@ class Pool:
     """
 
     def __init__(
-        self,
-        make: Make,
-        limit: Callable[[Case], float],
-        preload: Collection[str] = PRELOADED,
+        self, make: Make, limit: Callable[[Case], float], preload: Collection[str] = PRELOADED
     ) -> None:
         self._make, self._limit = make, limit
         self._context: Any = multiprocessing.get_context("forkserver")

@@ -24,10 +24,7 @@ DESCRIBED: dict[str, tuple[pa.DataType, str]] = {
     "pipeline": (pa.string(), "the passes, joined by `+`; empty for what is checked before any pass"),
     "device": (pa.string(), "`cpu` or `cuda`"),
     "check": (pa.string(), "the check"),
-    "dtype": (
-        pa.string(),
-        "the dtype of the model; of a sweep, the one that it was judged in",
-    ),
+    "dtype": (pa.string(), "the dtype of the model; of a sweep, the one that it was judged in"),
     "outcome": (pa.string(), "how the case ended"),
     "stage": (pa.string(), "the stage in which it ended"),
     "reason": (pa.string(), "why the outcome is not `pass`, or why `optimize` uses no graph"),

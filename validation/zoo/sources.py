@@ -183,9 +183,7 @@ def _unknown_options(
             yield from _unknown_options(value, getattr(config, name), (*where, name))
 
 
-SOURCES = {
-    "transformers": f"{__package__}.architectures",
-}
+SOURCES = {"transformers": f"{__package__}.architectures"}
 """The zoos that are built in: the name for `--fx-zoo`, and the module that makes the models."""
 
 SOURCE = "source"
