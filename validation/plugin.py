@@ -148,7 +148,7 @@ def _engine(config: pytest.Config, entries: Mapping[str, Entry], make: Make) -> 
 
 
 def _zoo(config: pytest.Config) -> tuple[list[Entry], dict[str, Transformation]]:
-    """All entries of the zoo that is asked for: a file, or one that is built in; and all passes that pipelines may name."""
+    """All entries of the zoo that is asked for, a file or one that is built in, and all passes that pipelines may name."""
     name = str(config.getoption("--fx-zoo") or root(config) / "model_zoo.yaml")
     paths = [name for name in config.getoption("--fx-pass") or () if "." in name]
     peer = config.getoption("--fx-peer") is not None

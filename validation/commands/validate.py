@@ -39,8 +39,9 @@ HELP = "\n\n".join(["Options of the run:", *(f"--{name} {text}" for name, text i
 def validate(context: typer.Context) -> None:
     """Run every case of a zoo: each model with each pass, with pairs, and with all of them.
 
-    pytest, and so its messages, has these options with the prefix --fx-. All others go to pytest: -n auto for as many processes as there are cores, -k, -x, --lf, -q. Exit status: 0;
-    1 when a case fails; 2 for a mistake, also where no case is chosen; 130 when interrupted.
+    pytest, and so its messages, has these options with the prefix --fx-. All others go to pytest: -n auto for as many
+    processes as there are cores, -k, -x, --lf, -q. Exit status: 0; 1 when a case fails; 2 for a mistake, also where no
+    case is chosen; 130 when interrupted.
     """
     given = [re.sub(rf"^--({'|'.join(OPTIONS)})(?=$|=)", r"--fx-\1", each) for each in context.args]
     # This process has imported fxopt already, so pytest cannot rewrite its assertions, and need not say so.

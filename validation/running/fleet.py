@@ -46,7 +46,8 @@ class Fleet:
 
     Ray places the tasks and finds out that nodes are gone; what happens to a case on its node, `Pool` decides. Cases
     that a lost node had begun or not begun run on another one; those whose record has arrived do not run again. A
-    timed case has its node to itself, if all cases of a run are timed. The cluster is at `address`, as for `ray.init`; empty starts one on this machine.
+    timed case has its node to itself, if all cases of a run are timed. The cluster is at `address`, as for `ray.init`;
+    empty starts one on this machine.
 
     Raises `FleetError` where Ray is not installed, the cluster does not answer, or its nodes have other versions.
     """
