@@ -82,15 +82,8 @@ def _outcomes(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[Change]:
         if was != now:
             worse = was == Outcome.PASS or (now in FAILING and was not in FAILING)
             where = f" in stage {stage}" if stage not in ("", "compare") else ""
-            yield (
-                worse,
-                "outcome",
-                case,
-                "",
-                was,
-                now,
-                f"{reason}{where}" if reason else f"{was} became {now}",
-            )
+            text = f"{reason}{where}" if reason else f"{was} became {now}"
+            yield worse, "outcome", case, "", was, now, text
         if before in STAGES and stage in STAGES and before != stage:
             yield STAGES.index(stage) < STAGES.index(before), "stage", case, "", before, stage, reason
 

@@ -64,6 +64,9 @@ BUSY, MOST_BUSY = "busy_percent", 10.0
 UNKNOWN = Metric("undeclared", factor=1.1)
 """A measurement that no pattern knows: its changes are told, and that nobody has said whether they are good."""
 
+_CONTEXT = functools.partial(Metric, "context", factor=math.inf)
+_TIME = functools.partial(Metric, "time", "lower", factor=2, machine=True)
+
 METRICS: dict[str, Metric] = {
     # The model's own, whatever passes make of it.
     "*_error_original*": Metric(
@@ -80,21 +83,10 @@ METRICS: dict[str, Metric] = {
         "accuracy", "higher", difference=1e-3, text="the cosine of outputs with those of the model"
     ),
     # Two runs prove nothing: of the same code, ratios differ by ten times their intervals. `trend.latencies` judges many.
-    "latency_*": Metric("context", factor=math.inf, text="latencies, judged over several runs (below)"),
-    "busy_percent": Metric(
-        "context", factor=math.inf, text="the part of a core that other processes used while timing"
-    ),
-    "apply_seconds": Metric(
-        "time",
-        "lower",
-        factor=2,
-        floor=0.1,
-        machine=True,
-        text="seconds, to apply a pass: the shorter of two runs",
-    ),
-    "*seconds": Metric(
-        "time", "lower", factor=2, floor=0.3, machine=True, text="seconds, to capture the model"
-    ),
+    "latency_*": _CONTEXT(text="latencies, judged over several runs (below)"),
+    "busy_percent": _CONTEXT(text="the part of a core that other processes used while timing"),
+    "apply_seconds": _TIME(floor=0.1, text="seconds, to apply a pass: the shorter of two runs"),
+    "*seconds": _TIME(floor=0.3, text="seconds, to capture the model"),
     "forward_runs": Metric("runs", "lower", factor=1.5, text="how many runs of the forward the capture took"),
     "*memory*_mb": Metric(
         "memory",
@@ -107,11 +99,9 @@ METRICS: dict[str, Metric] = {
     "sites*": Metric("sites", "higher", text="the sites that a pipeline rewrote"),
     "refused*": Metric("refused", text="the sites that a pass refused"),
     "*_compared": Metric("compared", "higher", machine=True, text="how many values or tensors were compared"),
-    "ways_used": Metric(
-        "context", factor=math.inf, text="how many uses of the graph were tried: copy, pickle, save, ..."
-    ),
+    "ways_used": _CONTEXT(text="how many uses of the graph were tried: copy, pickle, save, ..."),
     "nodes*": Metric("size", factor=1.1, text="the nodes of the graph"),
-    "timing_threads": Metric("context", factor=math.inf, text="the threads of a timed run, in older files"),
+    "timing_threads": _CONTEXT(text="the threads of a timed run, in older files"),
 }
 """The metrics by the patterns of names; the first that fits counts."""
 

@@ -154,12 +154,8 @@ NO_RUN = "There is no earlier run to compare with"
 def elsewhere(since: Since) -> str:
     """A sentence where the last good run was made on another machine, else empty."""
     changed = since.changes[since.changes["kind"] == "environment"]["id"]
-    other = {"device_name", "threads"} & {*changed}
-    return (
-        "The last good run was on another machine: times, memory and kernels are not compared."
-        if other
-        else ""
-    )
+    text = "The last good run was on another machine: times, memory and kernels are not compared."
+    return text if {"device_name", "threads"} & {*changed} else ""
 
 
 def to_do(since: Since) -> str:
