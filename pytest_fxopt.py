@@ -75,8 +75,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--fx-report-dir",
+        type=_folder,
         metavar="FOLDER",
-        help="latest/ and history/ are written here: a folder, or a URL such as s3://bucket/reports; default: reports/ of this repository",
+        help="latest/ and history/ are written here; default: reports/ of this repository",
     )
 
 
@@ -114,6 +115,13 @@ def _part(text: str) -> tuple[int, int]:
     if found is None or int(found[1]) > int(found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a part such as 1/10 or 10/10")
     return int(found[1]), int(found[2])
+
+
+def _folder(text: str) -> Path:
+    """A folder of this machine."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a folder of this machine")
+    return Path(text)
 
 
 def _seconds(text: str) -> float:

@@ -20,11 +20,9 @@ from .running.controller import Controller
 from .running.fleet import Fleet
 from .running.pool import Make, Pool
 from .running.run import in_worker
-from .store import Place
 from .zoo.entry import Entry, is_installed
-from .zoo.passes import passes_of
 from .zoo.plan import content, members, plan, unmet
-from .zoo.sources import SOURCES, architectures, load_zoo
+from .zoo.sources import SOURCES, architectures, load_zoo, name_of
 
 LEFT_OUT = pytest.StashKey[dict[str, str]]()
 CASES = pytest.StashKey[Mapping[str, Case]]()
@@ -77,8 +75,8 @@ def _configure(config: pytest.Config) -> None:
     if "cuda" in (config.getoption("--fx-device") or []) and "cuda" not in present:
         raise pytest.UsageError("--fx-device cuda: no CUDA device here")
     devices = _chosen(config, "--fx-device", present) or present
-    passes, wanted = _passes(config)
-    whole = _zoo(config, passes)
+    whole, passes = _zoo(config)
+    wanted = _known("--fx-pass", [*map(name_of, config.getoption("--fx-pass") or ())], passes)
     chosen = config.getoption("--fx-model") or ()
     config.stash[LEFT_OUT] = left_out = {
         entry.name: entry.requires
@@ -107,7 +105,7 @@ def _configure(config: pytest.Config) -> None:
         cases=cases,
         planned=[case.id for case in plan(whole, passes, present)],
         devices=devices,
-        place=Place(config.getoption("--fx-report-dir") or root(config) / "reports"),
+        directory=config.getoption("--fx-report-dir") or root(config) / "reports",
         root=root(config),
         pool=_engine(config, entries, functools.partial(in_worker, zoo, passes, timing)),
         workers=config.stash[WORKERS],
@@ -149,26 +147,16 @@ def _engine(config: pytest.Config, entries: Mapping[str, Entry], make: Make) -> 
     return Pool(make, timeout)
 
 
-def _passes(config: pytest.Config) -> tuple[dict[str, Transformation], list[str]]:
-    """All passes, with those that the zoo adds and `--fx-pass` names by their paths; and the names of those in `--fx-pass`."""
-    wanted: list[str] = config.getoption("--fx-pass") or []
-    paths, source = [name for name in wanted if "." in name], _source(config)
-    passes = fxopt.passes.ready(paths) if source in SOURCES else passes_of(Path(source), paths)
-    return passes, _known("--fx-pass", [name.rpartition(".")[2] for name in wanted], passes)
-
-
-def _source(config: pytest.Config) -> str:
-    """The zoo that is asked for: a file, or the name of one that is built in."""
-    return str(config.getoption("--fx-zoo") or root(config) / "model_zoo.yaml")
-
-
-def _zoo(config: pytest.Config, passes: Mapping[str, Transformation]) -> list[Entry]:
-    """All entries of the zoo that is asked for."""
-    name = _source(config)
+def _zoo(config: pytest.Config) -> tuple[list[Entry], dict[str, Transformation]]:
+    """All entries of the zoo that is asked for, a file or one that is built in, and all passes that pipelines may name."""
+    name = str(config.getoption("--fx-zoo") or root(config) / "model_zoo.yaml")
+    paths = [name for name in config.getoption("--fx-pass") or () if "." in name]
     peer = config.getoption("--fx-peer") is not None
-    if peer and name not in SOURCES:
+    if name in SOURCES:
+        return [*architectures(name, peer)], fxopt.passes.ready(paths)
+    if peer:
         raise pytest.UsageError(f"--fx-peer: only for the zoos that are built in: {', '.join(SOURCES)}")
-    return [*architectures(name, peer)] if name in SOURCES else load_zoo(Path(name), passes)
+    return load_zoo(Path(name), paths)
 
 
 def _part_of(config: pytest.Config, zoo: Sequence[Entry]) -> list[Entry]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
-
-import pydantic
 
 
 class Check(enum.StrEnum):
@@ -34,19 +31,22 @@ STAGES = (
 
 
 class Outcome(enum.StrEnum):
-    """How a case ended. Only `PASS` says that something was compared and found right."""
+    """How a case ended, the worst first: what several cases come to together is the first of these that any had.
 
-    PASS = "pass"
+    Only `PASS` says that something was compared and found right.
+    """
+
+    CRASH = "crash"
+    MEMORY = "out-of-memory"
+    TIMEOUT = "timeout"
+    ERROR = "error"
     FAIL = "fail"
-    NO_OP = "no-op"
     EXPECTED = "expected"
     REFUSED = "refused"
     UNJUDGED = "unjudged"
+    NO_OP = "no-op"
+    PASS = "pass"
     SKIP = "skip"
-    ERROR = "error"
-    TIMEOUT = "timeout"
-    MEMORY = "out-of-memory"
-    CRASH = "crash"
 
 
 MEANING = {
@@ -64,21 +64,8 @@ MEANING = {
 }
 """The meaning of each outcome."""
 
-# Outcomes, the worst first. What several cases come to together is the first of these that any of them had.
-WORST_FIRST = (
-    Outcome.CRASH,
-    Outcome.MEMORY,
-    Outcome.TIMEOUT,
-    Outcome.ERROR,
-    Outcome.FAIL,
-    Outcome.EXPECTED,
-    Outcome.REFUSED,
-    Outcome.UNJUDGED,
-    Outcome.NO_OP,
-    Outcome.PASS,
-    Outcome.SKIP,
-)
-FAILING = frozenset(WORST_FIRST[: WORST_FIRST.index(Outcome.EXPECTED)])
+WORST_FIRST = tuple(map(str, Outcome))
+FAILING = frozenset({Outcome.CRASH, Outcome.MEMORY, Outcome.TIMEOUT, Outcome.ERROR, Outcome.FAIL})
 EXCUSED = (Outcome.EXPECTED, Outcome.REFUSED, Outcome.UNJUDGED)
 """Outcomes that are neither right nor failures: pytest calls these cases xfailed."""
 
@@ -141,18 +128,6 @@ class Record:
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
     content: str = ""
     repro: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """The record as plain JSON data, as it stands in a journal."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Record:
-        """The inverse of `to_json`."""
-        return _RECORD.validate_python(data)
-
-
-_RECORD = pydantic.TypeAdapter(Record)
 
 
 @dataclasses.dataclass(frozen=True)

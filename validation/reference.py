@@ -10,7 +10,7 @@ import pydantic
 from fxopt.command_line import STATUSES
 
 from .records import MEANING, STAGES
-from .regressions.metric import BUSY, METRICS, Metric
+from .regressions.metric import METRICS, MOST_BUSY, Metric
 from .regressions.trend import FEWEST_BEFORE, MARGINS
 from .store.table import DESCRIBED
 from .zoo.entry import Entry, Input, KnownFailure, Tolerance, ZooFile
@@ -92,10 +92,10 @@ def _metric(pattern: str, metric: Metric) -> tuple[str, str, str, str]:
 def _latency() -> str:
     margins = "; ".join(f"{margin:.0%} in the last {runs} runs" for runs, margin in MARGINS.items())
     return (
-        f"A latency is the ratio to the graph as captured, in the same run. A latency counts as worse after several runs on "
-        f"the same machine: {margins}. At least {FEWEST_BEFORE} earlier runs must lie below the new intervals, and the change "
-        f"must exceed what runs of the same case differ by. Runs in which other processes used more than {BUSY.most:g} % of a "
-        "core do not count, nor do the seconds of models that were timed then."
+        f"A latency is the ratio to the graph as captured, in the same run; of `optimize`, to the model. A latency counts as "
+        f"worse after several runs on the same machine: {margins}. At least {FEWEST_BEFORE} earlier runs must lie below the new "
+        "intervals, and the change must exceed what runs of the same case differ by. Runs in which other processes used more than "
+        f"{MOST_BUSY:g} % of a core do not count, nor do the seconds of models that were timed then."
     )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import gc
 import math
 import os
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,30 +29,20 @@ class Ratio:
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
-
     @property
     def width(self) -> float:
         """Of the interval, relative to the median."""
         return (self.high - self.low) / self.median
-
-    def effect(self, floor: float) -> int:
-        """1 for a ratio above 1, -1 for one below, 0 where the interval holds 1 or the median is within the floor.
-
-        Example:
-            >>> Ratio(0.9, 0.88, 0.92).effect(0.02), Ratio(0.99, 0.985, 0.995).effect(0.02), Ratio(1.2, 0.9, 1.4).effect(0.02)
-            (-1, 0, 0)
-        """
-        if abs(self.median - 1) > floor and (self.low > 1 or self.high < 1):
-            return 1 if self.median > 1 else -1
-        return 0
 
 
 class Others:
     """Counts the cores that other processes use, from now on (Linux: this process and the whole machine)."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from now on."""
         self._begin = self._now()
 
     def cores(self) -> float:
@@ -94,7 +83,6 @@ def in_random_order(
     fewest: int,
     seconds: float,
     rng: np.random.Generator,
-    clock: Callable[[], float] = time.perf_counter,
     enough: Callable[[Times], bool] = lambda times: False,
     most: float = math.inf,
 ) -> Times:
@@ -104,11 +92,11 @@ def in_random_order(
     is asked again when there are half as many rounds more than when it was asked last.
     """
     times: Times = {name: [] for name in turns}
-    end, rounds, ask = clock() + seconds, 0, fewest
+    end, rounds, ask = time.perf_counter() + seconds, 0, fewest
     gc.collect()
     gc.disable()
     try:
-        while rounds < fewest or (rounds < most and clock() < end):
+        while rounds < fewest or (rounds < most and time.perf_counter() < end):
             if rounds >= ask:
                 if enough(times):
                     break
@@ -122,32 +110,13 @@ def in_random_order(
     return times
 
 
-def of_runs(
-    runs: Sequence[Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
-) -> list[list[float]]:
-    """Seconds of each run in so many rounds, after one that imports and warms up; garbage goes before each run."""
-
-    def turn(run: Callable[[], Any]) -> float:
-        gc.collect()  # what one leaves behind is not to be cleared away in the time of the next
-        return seconds_of(run, clock=clock)
-
-    for run in runs:
-        run()
-    turns = {str(number): functools.partial(turn, run) for number, run in enumerate(runs)}
-    return list(in_random_order(turns, rounds, 0.0, np.random.default_rng(0)).values())
-
-
-def seconds_of(
-    run: Callable[[], Any],
-    wait: Callable[[], object] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
+def seconds_of(run: Callable[[], Any], wait: Callable[[], object] = lambda: None) -> float:
     """How long a run takes; `wait` returns when the device has done all its work."""
     wait()
-    start = clock()
+    start = time.perf_counter()
     run()
     wait()
-    return clock() - start
+    return time.perf_counter() - start
 
 
 def synchronise(device: str) -> Callable[[], None]:
@@ -165,6 +134,17 @@ def timing_threads() -> int:
     other, and a run takes a hundred times as long.
     """
     return max(1, cores() // 2)
+
+
+@contextlib.contextmanager
+def timing() -> Iterator[Others]:
+    """Gives torch the threads of timed runs in the block, and counts what other processes use."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(timing_threads())
+    try:
+        yield Others()
+    finally:
+        torch.set_num_threads(before)
 
 
 def second_of_two(
@@ -195,13 +175,3 @@ def ratio(times: Sequence[float], others: Sequence[float]) -> Ratio:
         (ratios,), np.median, n_resamples=RESAMPLES, method="percentile", rng=np.random.default_rng(0)
     ).confidence_interval
     return Ratio(median, float(interval.low), float(interval.high))
-
-
-def floor_of(same: Ratio) -> float:
-    """The least effect that a measurement can tell, of two arms that are the same thing: how far they seem apart."""
-    return max(abs(same.low - 1), abs(same.high - 1))
-
-
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    """`median (minimum to maximum)`."""
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"

@@ -43,7 +43,7 @@ def test_what_ends_its_process_or_is_not_there_is_a_row(monkeypatch: pytest.Monk
     row = users._alone("transformers.Nothing", True)
     assert row["wrong"]
     assert "has no attribute Nothing" in row["report"]
-    monkeypatch.setattr(users, "_limited", dies)
+    monkeypatch.setattr(users, "_on_one_thread", dies)
     row = users._alone("transformers.BertModel", True)
     assert row["wrong"]
     assert row["report"].startswith("BrokenProcessPool")

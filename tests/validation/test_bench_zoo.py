@@ -13,7 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from tests.validation.small_workloads import SMALL
-from validation.bench import machine, models, rows, zoo
+from validation.bench import models, rows, zoo
 from validation.bench.__main__ import app
 from validation.bench.engines import AGAIN, EAGER, PRECISIONS, Prepared, eager, engines, tensors
 from validation.bench.models import Workload, fresh, in_float64
@@ -76,10 +76,6 @@ def test_an_engine_that_gives_something_else_is_left_out():
     measured = _compared({EAGER: eager, "shorter": shorter, "nan": not_a_number})
     assert "the outputs differ in structure" in measured[1].reason
     assert measured[2].error == math.inf
-
-
-def test_the_peak_of_matrix_products():
-    assert 1e8 < machine.gemm_peak((256,), 3) < 1e14
 
 
 @pytest.fixture

@@ -84,11 +84,16 @@ def test_a_case_that_ends_in_an_earlier_stage_is_worse(was, now, worse, changes)
     assert kinds(changes(before, after)) == [("stage", worse)]
 
 
-def test_a_vanished_model_is_one_regression(make_records, changes):
+def test_a_vanished_model_is_a_regression_and_a_new_one_is_none(make_records, changes):
     records = make_records(0)
-    table = changes(records, [record for record in records if record.case.model != "groupvit"])
-    assert kinds(table) == [("model vanished", True)]
-    assert table.loc[0, "id"] == "groupvit"
+    gone = [record for record in records if record.case.model == "groupvit"]
+    left = [record for record in records if record not in gone]
+    table = changes(records, left)
+    assert kinds(table) == [("vanished", True)] * len(gone)
+    assert set(table["id"]) == {record.case.id for record in gone}
+    table = changes(left, records)
+    assert kinds(table) == [("added", False)]
+    assert table.loc[0, ["id", "after"]].tolist() == ["groupvit", f"{len(gone)} cases"]
 
 
 @pytest.mark.parametrize("outcome", sorted(FAILING))
@@ -105,7 +110,7 @@ def test_what_a_run_of_a_part_lacks_has_not_vanished(run, changes):
     both = [Record(CASE, Outcome.PASS), Record(OTHER, Outcome.PASS)]
     assert changes(both, both[:1], dataclasses.replace(run, plan=store.plan_of(["a", "b"]))).empty
     whole = dataclasses.replace(run, plan=store.plan_of([CASE.id]))
-    assert kinds(changes(both, both[:1], whole)) == [("case vanished", True)]
+    assert kinds(changes(both, both[:1], whole)) == [("vanished", True)]
 
 
 def test_measurements_of_a_case_that_was_defined_anew_are_not_compared(changes):
@@ -121,7 +126,7 @@ def test_measurements_of_a_case_that_was_defined_anew_are_not_compared(changes):
 
 def test_a_new_case_is_no_regression(changes):
     both = [Record(CASE, Outcome.PASS), Record(OTHER, Outcome.PASS)]
-    assert kinds(changes(both[:1], both)) == [("case added", False)]
+    assert kinds(changes(both[:1], both)) == [("added", False)]
 
 
 @pytest.mark.parametrize(("was", "now", "worse"), [(12, 11, True), (12, 0, True), (11, 12, False)])

@@ -130,15 +130,6 @@ def test_timed_cases_run_after_all_others_and_alone(harness: Harness) -> None:
     assert (timed.start.to_numpy()[1:] >= timed.stop.to_numpy()[:-1]).all()
 
 
-@pytest.mark.long
-def test_a_run_says_which_earlier_one_was_cut(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None:
-    cut = harness.folder / "reports/running/cut.jsonl"
-    cut.parent.mkdir(parents=True)
-    cut.touch()
-    assert harness.run(*ONE_PASS, "-k", "effect") == pytest.ExitCode.OK
-    assert f"Earlier runs were cut, and `fxopt merge` takes them: {cut}\n" in capsys.readouterr().out
-
-
 def test_a_known_failure_that_is_not_planned_is_one_message(
     harness: Harness, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,15 +52,14 @@ def test_all_arms_are_in_the_same_rounds_once(subject: Subject, monkeypatch: pyt
     )
 
 
-def test_what_is_slower_is_called_so_and_what_is_the_same_is_not(subject: Subject) -> None:
+def test_what_is_slower_is_measured_so(subject: Subject) -> None:
     slow = latency.check(subject, ("Slow",)).measurements
-    assert subject.facts["latency_effect"] == "slower"
-    assert slow["latency_ratio_low"] <= slow["latency_ratio"] <= slow["latency_ratio_high"]
+    assert 1 < slow["latency_ratio_low"] <= slow["latency_ratio"] <= slow["latency_ratio_high"]
     assert slow["latency_transformed_ms"] >= 10
     assert slow["latency_ratio_eager"] > 1
 
 
-def test_the_a_a_floor_hides_what_is_smaller(subject: Subject) -> None:
+def test_the_a_a_floor_is_what_two_arms_of_the_same_graph_seem_apart(subject: Subject) -> None:
     measured = latency.measure(subject)
     graph = [1.0, 1.1] * 10
     times = {
@@ -72,7 +71,6 @@ def test_the_a_a_floor_hides_what_is_smaller(subject: Subject) -> None:
     subject.timed = dataclasses.replace(measured, times=times)
     finding = latency.check(subject, ("Slow",))
     assert finding.measurements["latency_ratio_floor"] == pytest.approx(0.2)
-    assert subject.facts["latency_effect"] == latency.EFFECTS[0]
 
 
 def test_a_pass_without_a_site_or_with_an_error_costs_its_own_arm_alone(subject: Subject) -> None:

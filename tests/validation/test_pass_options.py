@@ -20,7 +20,6 @@ from validation.running.run import Runner
 from validation.zoo import plan
 from validation.zoo.build import named_shapes
 from validation.zoo.entry import Entry
-from validation.zoo.passes import passes_of
 from validation.zoo.sources import load_zoo
 from validation.zoo.yaml_file import ZooError
 
@@ -65,7 +64,7 @@ SCALE = f"{__name__}.Scale"
 )
 def test_a_wrong_pass_is_one_line_with_its_place(tmp_path: Path, text: str, what: str) -> None:
     with pytest.raises(ZooError) as raised:
-        passes_of(zoo(tmp_path, text))
+        load_zoo(zoo(tmp_path, text))
     (said,) = str(raised.value).splitlines()
     assert said.startswith(f"{tmp_path}/zoo.yaml: ")
     assert re.search(what, said), said
@@ -74,8 +73,7 @@ def test_a_wrong_pass_is_one_line_with_its_place(tmp_path: Path, text: str, what
 def test_a_named_pipeline_is_planned_checked_and_measured_by_its_passes(tmp_path: Path) -> None:
     own = f"{Inverse.__module__}.Inverse"
     file = zoo(tmp_path, f"pipelines: {{deploy: [{own}, ChangePrecision]}}")
-    passes = passes_of(file)
-    (net,) = load_zoo(file, passes)
+    (net,), passes = load_zoo(file)
     assert plan.members(net, ("deploy",), passes) == ("Inverse", "ChangePrecision")
     cases = [case for case in plan.plan([net], passes, ["cpu"]) if case.pipeline == ("deploy",)]
     assert {case.check for case in cases} == {

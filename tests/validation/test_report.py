@@ -121,7 +121,6 @@ def test_a_verdict_is_the_worst_outcome_of_all_checks(run, tmp_path):
     records = [Record(dataclasses.replace(CASE, check=check), end) for check, end in ends.items()]
     verdict = tables.verdicts(table_of(records, run, tmp_path))
     assert verdict["verdict"].tolist() == ["fail"]
-    assert verdict.loc[0, ["equivalence", "round-trip", "latency"]].tolist() == ["pass", "fail", "skip"]
 
 
 def test_a_pass_with_nothing_to_rewrite_is_no_op_not_pass(run, tmp_path):
@@ -133,7 +132,7 @@ def test_a_pass_with_nothing_to_rewrite_is_no_op_not_pass(run, tmp_path):
 
 
 def test_the_matrix_has_a_word_for_every_model_and_pass(table):
-    matrix = tables.matrix(tables.verdicts(table)).set_index("passes")
+    matrix = tables.matrix(table).set_index("passes")
     assert matrix.loc["MergeLinears", "bert-base · cpu"] == "crash"
     assert matrix.loc["MergeLinears", "bert-base · cuda"] == "pass"
     assert matrix.loc["FuseBatchNorm2dInConv2d → FuseBiasInLinear", "bert-base · cpu"] == wording.ABSENT
@@ -197,21 +196,6 @@ def test_numbers_as_text(name, value, text):
     assert wording.shown(name, value) == text
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("latency_baseline_ms", "latency baseline (ms)"),
-        ("parameters_mb_after", "parameters after (MB)"),
-        ("latency_ratio", "latency, transformed / original"),
-        ("peak_memory_bytes", "peak memory (B)"),
-        ("nodes_after", "nodes after"),
-        ("seconds_per_token", "seconds per token"),
-    ],
-)
-def test_headings_have_units(name, text):
-    assert wording.heading(name) == text
-
-
 # --- Markdown ------------------------------------------------------------------------------------------
 
 
@@ -222,7 +206,7 @@ def rendered(text):
 def test_markdown_tables_stay_tables(table):
     for page in (
         markdown.summary(table),
-        *(markdown.compatibility(table, m) for m in table["model"].unique()),
+        *(markdown.compatibility(table, m, "model") for m in table["model"].unique()),
     ):
         rows = [line for line in page.splitlines() if line.startswith("|")]
         assert rendered(page).count("<tr>") == len(rows) - len(re.findall(r"^\|[ :|-]+\|$", page, re.M))
@@ -231,15 +215,11 @@ def test_markdown_tables_stay_tables(table):
 def test_the_summary_has_every_section_that_has_something_to_say(table):
     sections = [
         "Failures",
-        "`fxopt.optimize`",
         "Verdicts",
-        "Compositions",
         "Failed as expected",
         "Why sites were refused",
     ]
     assert re.findall("^## (.*)$", markdown.summary(table), re.M) == sections
-    without = markdown.summary(table[table["pipeline"] == ""])
-    assert "Compositions" not in without
 
 
 def test_a_page_of_a_pass_says_where_it_rewrites_and_what_it_refuses(run, tmp_path):
@@ -319,18 +299,17 @@ def test_what_was_not_run_is_no_case_and_is_told_once(run, tmp_path):
 
 def test_a_report_says_what_changed_since_the_run_before(records, run, tmp_path, later):
     written(records, run, tmp_path)
-    assert "# Changes since" not in (tmp_path / "latest/summary.md").read_text()
+    assert "regressions since" not in (tmp_path / "latest/summary.md").read_text()
     broken = [dataclasses.replace(records[0], outcome=Outcome.FAIL, reason="new"), *records[1:]]
     written(broken, later, tmp_path)
     page = (tmp_path / "latest/summary.md").read_text()
-    assert f"## Changes since {run.id}\n\n1 regression, 0 other changes." in page
     assert "**1 cause of regressions since the run of 2026-01-02 (commit acf9a7c1).**" in page.splitlines()[2]
     part = dataclasses.replace(later, plan=store.plan_of([*(r.case.id for r in records), "more"]))
     written(
         records[:1], dataclasses.replace(part, started=later.started + datetime.timedelta(days=1)), tmp_path
     )
     page = (tmp_path / "latest/summary.md").read_text()
-    assert f"## Changes since {run.id}\n" in page, "the last good run"
+    assert "**Nothing got worse since the run of 2026-01-02 (commit acf9a7c1).**" in page, "the last good run"
 
 
 # --- the terminal --------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import fxopt.passes
 from fxopt import FuseBiasInLinear, MergeLinears, RemoveIdentity, Transformation
 from tests.validation.test_harness import ONE_PASS, ROOT, Harness, harness  # noqa: F401
 from tests.validation.wrong_passes import ForgetsBias, Wrong, WrongAndInexact, WrongReverse
@@ -132,8 +131,7 @@ def test_of_transformers_weights_and_inputs_are_those_of_the_case(tmp_path: Path
 
 
 def test_a_command_is_of_one_case() -> None:
-    passes = {name: cls() for name, cls in fxopt.passes.available().items()}
-    cases = plan(load_zoo(ROOT / "model_zoo.yaml", passes), passes, ["cpu", "cuda"])
+    cases = plan(*load_zoo(ROOT / "model_zoo.yaml"), ["cpu", "cuda"])
     ids = {
         model: [c.id.lower() for c in group] for model, group in itertools.groupby(cases, lambda c: c.model)
     }

@@ -27,7 +27,7 @@ def table(harness: Harness) -> pd.DataFrame:
         for name in rows.columns
         if name not in ("run", "started") and not any(word in name for word in ("seconds", "latency", "busy"))
     ]
-    return rows[same].drop(columns=["memory_peak_mb", "timing_threads"], errors="ignore").sort_index()
+    return rows[same].drop(columns=["memory_peak_mb"], errors="ignore").sort_index()
 
 
 CUT = ["-p", "tests.validation.cutting"]
@@ -124,3 +124,8 @@ def test_bad_options_of_engines_are_one_sentence(harness: Harness, capfd: pytest
     assert "--fx-address: only with --fx-engine ray" in capfd.readouterr().err
     assert harness.run("--fx-engine", "ray", "--fx-address", "localhost:1") == pytest.ExitCode.USAGE_ERROR
     assert "no Ray cluster answers at localhost:1" in capfd.readouterr().err
+
+
+def test_reports_are_written_to_no_url(harness: Harness, capfd: pytest.CaptureFixture[str]) -> None:
+    assert harness.run("--fx-report-dir", "s3://bucket/reports") == pytest.ExitCode.USAGE_ERROR
+    assert "'s3://bucket/reports' is not a folder of this machine" in capfd.readouterr().err

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 
 import numpy as np
-import pytest
 
-from validation import timing
-from validation.timing import Ratio, in_random_order, ratio
+from validation.timing import in_random_order, ratio
 
 
 def test_rounds_take_every_turn_once_in_another_order():
@@ -48,33 +45,3 @@ def test_rounds_end_when_it_is_enough():
     times = in_random_order({"a": lambda: 1.0}, 4, 1e9, np.random.default_rng(0), enough=enough)
     assert asked == [4, 7, 11]
     assert len(times["a"]) == 11
-
-
-def test_of_runs_the_first_of_each_is_not_counted():
-    calls = []
-    times = timing.of_runs([lambda: calls.append("a"), lambda: calls.append("b")], 3)
-    assert sorted(calls[:2]) == ["a", "b"]
-    assert [len(seconds) for seconds in times] == [3, 3]
-    assert len(calls) == 8
-
-
-@pytest.mark.parametrize(
-    ("found", "floor", "effect"),
-    [
-        (Ratio(0.90, 0.88, 0.92), 0.05, -1),
-        (Ratio(1.10, 1.08, 1.12), 0.05, 1),
-        (Ratio(0.90, 0.88, 0.92), 0.12, 0),  # two arms that are the same seem as far apart
-        (Ratio(0.90, 0.78, 1.02), 0.05, 0),  # the interval holds 1
-        (Ratio(math.nan, math.nan, math.nan), 0.05, 0),
-    ],
-)
-def test_nothing_below_the_floor_is_an_effect(found, floor, effect):
-    assert found.effect(floor) == effect
-
-
-def test_the_floor_is_the_far_end_of_the_interval():
-    assert timing.floor_of(Ratio(1.01, 0.98, 1.05)) == pytest.approx(0.05)
-
-
-def test_examples():
-    assert doctest.testmod(timing).failed == 0

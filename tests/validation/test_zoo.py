@@ -16,12 +16,11 @@ from validation.commands.zoo_commands import HEADER
 from validation.judging.subject import Subject
 from validation.records import Case, Check, Outcome, Record
 from validation.zoo.entry import KnownFailure, judged
-from validation.zoo.passes import passes_of
 from validation.zoo.sources import load_zoo, recorded_sites, sites_file
 from validation.zoo.yaml_file import ZooError
 
 ROOT = Path(__file__).resolve().parents[2]
-PASSES = ["FuseBiasInLinear", "MergeLinears"]
+OTHERS = [name for name in fxopt.passes.available() if name != "MergeLinears"]
 GOOD = """\
 order: [MergeLinears]
 models:
@@ -37,7 +36,7 @@ models:
 def load(tmp_path: Path, text: str) -> list:
     file = tmp_path / "zoo.yaml"
     file.write_text(text)
-    return load_zoo(file, PASSES)
+    return load_zoo(file)[0]
 
 
 def test_an_entry_has_defaults(tmp_path: Path) -> None:
@@ -52,11 +51,11 @@ def test_an_entry_has_defaults(tmp_path: Path) -> None:
 
 
 def test_sites_are_those_recorded_in_the_order_of_the_file(tmp_path: Path) -> None:
-    assert load(tmp_path, GOOD)[0].sites == {"MergeLinears": None, "FuseBiasInLinear": None}
+    assert [*load(tmp_path, GOOD)[0].sites] == ["MergeLinears", *OTHERS]
     recorded = {"tiny-bert": {"FuseBiasInLinear": 0, "Gone": 1}, "gone": {"MergeLinears": 1}}
     (tmp_path / "zoo.sites.yaml").write_text(yaml.safe_dump(recorded))
-    assert [*load(tmp_path, GOOD)[0].sites.items()] == [("MergeLinears", None), ("FuseBiasInLinear", 0)]
-    assert [*load(tmp_path, GOOD.partition("\n")[2])[0].sites] == ["FuseBiasInLinear", "MergeLinears"]
+    assert load(tmp_path, GOOD)[0].sites == dict.fromkeys(["MergeLinears", *OTHERS]) | {"FuseBiasInLinear": 0}
+    assert [*load(tmp_path, GOOD.partition("\n")[2])[0].sites] == sorted(fxopt.passes.available())
 
 
 @pytest.mark.parametrize(
@@ -157,7 +156,7 @@ def test_a_file_without_models_is_a_mistake(tmp_path: Path, text: str) -> None:
 
 def test_a_file_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(ZooError, match=r"none\.yaml: no such file; name one"):
-        load_zoo(tmp_path / "none.yaml", PASSES)
+        load_zoo(tmp_path / "none.yaml")
 
 
 def test_a_callable_takes_its_config_as_arguments(tmp_path: Path) -> None:
@@ -174,8 +173,8 @@ def test_what_only_one_entry_needs_is_not_imported_to_read_the_file(tmp_path: Pa
 
 
 def test_each_pass_has_sites_in_two_models_of_every_day() -> None:
-    passes = passes_of(ROOT / "model_zoo.yaml")
-    zoo = [entry for entry in load_zoo(ROOT / "model_zoo.yaml", passes) if "day" in entry.tags]
+    entries, passes = load_zoo(ROOT / "model_zoo.yaml")
+    zoo = [entry for entry in entries if "day" in entry.tags]
     alone = {name: [entry.name for entry in zoo if entry.sites[name]] for name in passes}
     few = [name for name, models in alone.items() if len(models) < 2]
     assert few == ["FuseEpilogues"], "which needs packed layers"
@@ -186,7 +185,7 @@ def test_each_pass_has_sites_in_two_models_of_every_day() -> None:
 
 def test_the_zoo_extra_brings_what_the_zoo_of_the_repository_requires() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    zoo = load_zoo(ROOT / "model_zoo.yaml", fxopt.passes.available())
+    zoo, _ = load_zoo(ROOT / "model_zoo.yaml")
     required = {entry.requires.replace("_", "-") for entry in zoo if entry.requires}
     assert required == set(extras["zoo"]) - {"fxopt[validation]"}
     assert {entry.name for entry in zoo if entry.requires} == {e.name for e in zoo if "extra" in e.tags}
@@ -218,6 +217,4 @@ def test_what_is_recorded_in_the_repository_is_what_the_command_writes() -> None
     file = sites_file(ROOT / "model_zoo.yaml")
     recorded = recorded_sites(ROOT / "model_zoo.yaml")
     assert file.read_text() == f"{HEADER}{yaml.safe_dump(recorded)}"
-    assert set(recorded) <= {
-        entry.name for entry in load_zoo(ROOT / "model_zoo.yaml", fxopt.passes.available())
-    }
+    assert set(recorded) <= {entry.name for entry in load_zoo(ROOT / "model_zoo.yaml")[0]}

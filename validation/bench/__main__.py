@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import typer
 
-from .capture import capture
-from .passes import passes, verification
-from .profile import profile
 from .users import users
 from .zoo import zoo
 
@@ -15,10 +12,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.callback()
 def main() -> None:
-    """Measure what fxopt takes, with its peers beside it, in interleaved runs."""
+    """Measure `fxopt.optimize` beside its peers, and take it through what users do."""
 
 
-for command in (capture, passes, profile, users, verification, zoo):
+for command in (users, zoo):
     app.command()(command)
 
 if __name__ == "__main__":

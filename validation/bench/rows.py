@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from ..judging.repro import portable
 from ..timing import Others, in_random_order, ratio, second_of_two, synchronise
 from .engines import EAGER, Prepare, engines, quiet, reason, tensors
 from .models import Workload, in_float64, workload
+
+T = TypeVar("T")
 
 WARM_UP = 3
 
@@ -62,15 +64,24 @@ def of_case(
     case: Case, names: Collection[str], rounds: int, seconds: float, limit: float, device: str = "cpu"
 ) -> list[Row]:
     """The rows of a case, from a process of its own; one row with the reason where that ends or takes too long."""
+    try:
+        return alone(limit, _measured, case, names, rounds, seconds, device)
+    except Exception as error:  # it cannot be built, its process ended, or its time is up
+        return [Row(*case, EAGER, reason(error))]
+
+
+def alone(limit: float, function: Callable[..., T], *given: Any) -> T:
+    """Call a function in a process of its own, which ends after `limit` seconds at the latest.
+
+    Raises what the function raises, `TimeoutError`, and `BrokenProcessPool` if the process ends itself.
+    """
     context: Any = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context) as pool:
-        running = pool.submit(_measured, case, names, rounds, seconds, device)
         try:
-            return running.result(limit)
-        except Exception as error:  # it cannot be built, its process ended, or its time is up
+            return pool.submit(function, *given).result(limit)
+        finally:
             for process in [*pool._processes.values()]:
                 process.kill()
-            return [Row(*case, EAGER, reason(error))]
 
 
 def _measured(

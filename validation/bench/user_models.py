@@ -1,4 +1,4 @@
-"""Small models of four libraries with random weights, and what users call of them."""
+"""Small models of three libraries with random weights, and what users call of them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,18 @@ from fxopt.outputs import mapped
 from ..zoo import architectures
 from . import models
 
-MODELS = {
-    "transformers": """
-        AlbertModel BertModel DebertaV2Model DistilBertModel ElectraModel ModernBertModel RobertaModel XLNetModel
-        BloomForCausalLM GemmaForCausalLM GPT2LMHeadModel LlamaForCausalLM MambaForCausalLM MistralForCausalLM
-        MixtralForCausalLM OPTForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM
-        BartForConditionalGeneration T5ForConditionalGeneration WhisperForConditionalGeneration
-        ConvNextModel DetrForObjectDetection ResNetForImageClassification SegformerModel SwinModel ViTModel
-        HubertModel Wav2Vec2Model
-        BlipForConditionalGeneration CLIPModel GroupViTModel LxmertModel SiglipModel""",
-    "diffusers": """
-        AutoencoderKL ControlNetModel DiTTransformer2DModel FluxTransformer2DModel PixArtTransformer2DModel
-        SD3Transformer2DModel UNet2DConditionModel UNet2DModel UNet3DConditionModel VQModel""",
-    "timm": """
-        convnext_atto efficientnet_b0 ghostnet_050 mobilenetv3_small_050 regnetx_002 resnet18 seresnet18
-        swin_tiny_patch4_window7_224 vit_tiny_patch16_224""",
-    "sentence_transformers": "bert distilbert modernbert",
-}
-"""The models by library: classes of transformers, models of `user_libraries.yaml`, and encoders by their model type."""
-
-NAMES = [f"{library}.{kind}" for library, kinds in MODELS.items() for kind in kinds.split()]
+TRANSFORMERS = """
+    AlbertModel BertModel DebertaV2Model DistilBertModel ElectraModel ModernBertModel RobertaModel XLNetModel
+    BloomForCausalLM GemmaForCausalLM GPT2LMHeadModel LlamaForCausalLM MambaForCausalLM MistralForCausalLM
+    MixtralForCausalLM OPTForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM
+    BartForConditionalGeneration T5ForConditionalGeneration WhisperForConditionalGeneration
+    ConvNextModel DetrForObjectDetection ResNetForImageClassification SegformerModel SwinModel ViTModel
+    HubertModel Wav2Vec2Model
+    BlipForConditionalGeneration CLIPModel GroupViTModel LxmertModel SiglipModel"""
+LIBRARIES = models.entries("user_libraries.yaml")
+NAMES = [f"transformers.{kind}" for kind in TRANSFORMERS.split()]
+NAMES += [f"{entry.library}.{name}" for name, entry in LIBRARIES.items()]
+"""The models: classes of transformers, and those of `user_libraries.yaml`."""
 
 Call = Callable[[Any], Any]
 """Something that a user does with a model, and gets a result of."""
@@ -57,9 +49,7 @@ def subject(name: str) -> Subject:
     """The model of this name, the same in every process."""
     library, _, kind = name.partition(".")
     torch.manual_seed(0)
-    if library == "transformers":
-        return _of_transformers(getattr(transformers, kind))
-    return _sentence_encoder(kind) if library == "sentence_transformers" else _of_library(name)
+    return _of_transformers(getattr(transformers, kind)) if library == "transformers" else _of_library(kind)
 
 
 def _of_transformers(cls: Any) -> Subject:
@@ -80,7 +70,7 @@ def _of_transformers(cls: Any) -> Subject:
 
 
 def _of_library(name: str) -> Subject:
-    entry = models.entries("user_libraries.yaml")[name.partition(".")[2]]
+    entry = LIBRARIES[name]
     model: Any = entry.make()
     methods = []
     if hasattr(model, "encode"):
@@ -91,17 +81,6 @@ def _of_library(name: str) -> Subject:
         ]
     first, other = (entry.inputs(model, batch) for batch in (2, 3))
     return Subject(model, _forwards(model, first, other), [], methods)
-
-
-def _sentence_encoder(kind: str) -> Subject:
-    from .user_sentences import encoder
-
-    def encode(*lengths: int) -> Call:
-        texts = [" ".join(f"word{number}" for number in range(length)) for length in lengths]
-        return lambda model: model.encode(texts, convert_to_tensor=True)
-
-    calls = [encode(5, 9), encode(5, 9, 30, 2), encode(30), encode(5)]
-    return Subject(encoder(architectures.config(kind)).eval(), calls)
 
 
 def _forwards(model: nn.Module, first: dict[str, Any], other: dict[str, Any]) -> list[Call]:

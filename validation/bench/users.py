@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import faulthandler
 import functools
 import importlib.util
-import multiprocessing
 import pickle
 import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +30,7 @@ from .. import store
 from ..judging.repro import portable
 from ..report.markdown import pipes
 from ..timing import cores
-from . import user_models
+from . import rows, user_models
 from .engines import quiet, reason
 from .machine import write
 from .models import named
@@ -44,8 +42,6 @@ TOLERANCE = 1e-4
 LIMIT = 300
 """Seconds after which the process of a model ends."""
 
-_PRELOADED = [__name__, "torch._dynamo", "diffusers", "timm", "sentence_transformers"]
-
 
 def users(
     models: Annotated[
@@ -54,35 +50,37 @@ def users(
     tune: Annotated[
         bool, typer.Option(help="With --no-tune, also graphs that are slower here are used, and so tried.")
     ] = True,
-    workers: Annotated[
-        int, typer.Option(help="How many models at a time, each with one thread; 0 for all cores.")
-    ] = 0,
     out: Annotated[Path, typer.Option(help="Where users.md and users.parquet are written.")] = Path(
         "reports/baseline"
     ),
 ) -> None:
-    """Do what users do with an optimized model, and compare with the model; exit status 1 if something is wrong."""
+    """Do what users do with an optimized model, and compare with the model; exit status 1 if something is wrong.
+
+    As many models as there are cores run at a time, each with one thread.
+    """
     names = named(models, tuple(user_models.NAMES))
-    absent = sorted(each for each in user_models.MODELS if importlib.util.find_spec(each) is None)
-    rows = []
-    with ThreadPoolExecutor(workers or cores()) as pool:
+    libraries = {name.partition(".")[0] for name in names}
+    absent = sorted(library for library in libraries if importlib.util.find_spec(library) is None)
+    found = []
+    with ThreadPoolExecutor(cores()) as pool:
         present = [name for name in names if name.partition(".")[0] not in absent]
         for row in pool.map(functools.partial(_alone, tune=tune), present):
             typer.echo(row, err=True)
-            rows.append(row)
-    columns = ["library", "model", "graphs", "fallbacks", "wrong", *CELLS, "eager raises", "seconds"]
-    table = pd.DataFrame(rows, columns=columns)
+            found.append(row)
+    table = pd.DataFrame(
+        found, columns=["library", "model", "graphs", "fallbacks", "wrong", *CELLS, "seconds"]
+    )
     wrong, served = int(table["wrong"].sum()), int((table["graphs"] > 0).sum())
     write(
         "users",
         out,
         "What users do with an optimized model",
-        f"**Something is wrong with {wrong} of {len(rows)} models.** {served} get a graph"
+        f"**Something is wrong with {wrong} of {len(found)} models.** {served} get a graph"
         f"{'' if tune else ', and `tune=False`'}.",
         *(f"Left out: {library} is not installed." for library in absent),
         pipes(table.drop(columns="wrong")),
         f"A result is `ok` where it is within {TOLERANCE} of that of a copy made before `optimize`, relative to the largest value "
-        "of the tensor, or where both raise the same error. *Fallbacks* are the reasons of reports and warnings.",
+        "of the tensor, or where both raise the same error. *Fallbacks* are the reasons of reports.",
     )
     store.replace(out / "users.parquet", table.to_parquet(None, index=False))
     raise typer.Exit(int(wrong > 0))
@@ -90,17 +88,13 @@ def users(
 
 def _alone(name: str, tune: bool) -> dict[str, Any]:
     """The row of a model, from a process of its own."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    with ProcessPoolExecutor(1, context) as pool:
-        try:
-            return pool.submit(_limited, name, tune).result()
-        except Exception as error:  # it cannot be built, or its process ended
-            return _row(name, {}, [], {"report": reason(error)}, float("nan"))
+    try:
+        return rows.alone(LIMIT, _on_one_thread, name, tune)
+    except Exception as error:  # it cannot be built, its process ended, or its time is up
+        return _row(name, {}, {"report": reason(error)}, float("nan"))
 
 
-def _limited(name: str, tune: bool) -> dict[str, Any]:
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
+def _on_one_thread(name: str, tune: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     with quiet():
         return journeys(name, tune)
@@ -110,14 +104,14 @@ def _limited(name: str, tune: bool) -> dict[str, Any]:
 def journeys(name: str, tune: bool = True) -> dict[str, Any]:
     """Take all journeys with a model: its row of the table."""
     start, cells, graphs = time.perf_counter(), dict[str, str](), dict[int, GraphReport]()
-    subject, errors = user_models.subject(name), dict[str, None]()
+    subject = user_models.subject(name)
 
     def pair() -> Pair:
         eager, model = copy.deepcopy(subject.model), copy.deepcopy(subject.model)
-        return Pair(subject, eager, fxopt.optimize(model, tune=tune), tune, errors)
+        return Pair(subject, eager, fxopt.optimize(model, tune=tune), tune)
 
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         now = pair()
         for journey in JOURNEYS:
             try:
@@ -127,18 +121,14 @@ def journeys(name: str, tune: bool = True) -> dict[str, Any]:
             graphs |= {id(each): each for each in now.fast.report}  # some go when the model changes
             if not cells[journey.__name__].startswith(FINE):  # the two may have other weights now
                 now = pair()
-    told = [str(each.message) for each in warned]
-    row = _row(name, graphs, told, cells, round(time.perf_counter() - start, 1))
-    return row | {"eager raises": "; ".join(errors) or NONE}
+    return _row(name, graphs, cells, round(time.perf_counter() - start, 1))
 
 
 def _row(
-    name: str, graphs: Mapping[int, GraphReport], warned: list[str], cells: Mapping[str, str], seconds: float
+    name: str, graphs: Mapping[int, GraphReport], cells: Mapping[str, str], seconds: float
 ) -> dict[str, Any]:
     library, _, kind = name.partition(".")
-    told = [text.partition(": ")[2] for text in warned if " falls back to eager: " in text]
-    reported = (each.reason for each in graphs.values() if each.reason)
-    reasons = dict.fromkeys(map(portable, [*told, *reported]))
+    reasons = dict.fromkeys(portable(each.reason) for each in graphs.values() if each.reason)
     count = sum(each.reason is None for each in graphs.values())
     report = OK if count or reasons else "no graph and no reason"
     report = next((text for text in reasons if "Please report this" in text), report)
@@ -168,15 +158,11 @@ class Pair:
     eager: Any
     fast: Any
     tune: bool
-    errors: dict[str, None]  # those of eager, in order
 
     def check(self, *calls: Call, fast: Any = None) -> None:
         """Make calls of both."""
         for call in calls:
-            expected = _outcome(call, self.eager)
-            if isinstance(expected, Exception):
-                self.errors[reason(expected)] = None
-            _same(expected, _outcome(call, self.fast if fast is None else fast))
+            _same(_outcome(call, self.eager), _outcome(call, self.fast if fast is None else fast))
 
 
 def _outcome(call: Call, model: Any) -> Any:

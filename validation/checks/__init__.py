@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,4 @@ Function = Callable[[Any, tuple[str, ...]], Finding]
 
 def available() -> dict[Check, Function]:
     """Every check of this package; the file `round_trip.py` holds the check `round-trip`."""
-    found: dict[Check, Function] = {}
-    for info in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{info.name}")
-        found[Check(info.name.replace("_", "-"))] = module.check
-    return found
+    return {check: importlib.import_module(f"{__name__}.{check.replace('-', '_')}").check for check in Check}

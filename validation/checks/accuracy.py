@@ -40,20 +40,18 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
             return Finding(Outcome.REFUSED, f"in other numbers, {' '.join(str(error).split())}")
     with subject.entering("compare"):
         infinite = next(filter(None, (not_finite(each.output) for each in (*oracle.expected, *seen))), "")
-        problem = f"{infinite} is not finite" if infinite else ""
+        finite = Finding(Outcome.FAIL, f"{infinite} is not finite") if infinite else Finding()
         if not given and _sizes_follow_values(subject.traced(dtype)):
-            return Finding(Outcome.FAIL if problem else Outcome.PASS, problem)
+            return finite
         if fault := oracle.fault(seen):
             return Finding(Outcome.FAIL, fault)
-        measured, *others = [
-            _measure(expected.output, actual.output)
-            for expected, actual in zip(oracle.expected, seen, strict=True)
-        ]
+        if infinite:
+            return finite
+        pairs = zip(oracle.expected, seen, strict=True)
+        measured, *others = [_measure(expected.output, actual.output) for expected, actual in pairs]
         measured["tolerance"] = subject.most_error(pipeline, dtype)
         away = max(each["relative_error"] for each in (measured, *others))
-    if given and not problem:
-        return _judged(subject, pipeline, away, measured)
-    return Finding(Outcome.FAIL if problem else Outcome.PASS, problem, measured)
+    return _judged(subject, pipeline, away, measured) if given else Finding(measurements=measured)
 
 
 def _judged(

@@ -50,9 +50,9 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         reason = _wrong_count(subject, pipeline, rewritten.sites, found.refusals) or _wrong_effect(
             before, rewritten
         )
-    nothing = not sum(rewritten.sites)
-    outcome = Outcome.FAIL if reason else Outcome.NO_OP if nothing else Outcome.PASS
-    reason = reason or ("nothing to rewrite" if nothing else "")
+    outcome = Outcome.FAIL if reason else Outcome.PASS
+    if not reason and not sum(rewritten.sites):
+        outcome, reason = Outcome.NO_OP, "nothing to rewrite"
     return Finding(outcome, reason, measurements, found.refusals)
 
 

@@ -15,18 +15,7 @@ from ..judging.rewritten import differ
 from ..judging.subject import Subject
 from ..records import Check, Finding, Outcome
 from ..regressions.metric import BUSY
-from ..timing import (
-    Others,
-    Ratio,
-    Times,
-    floor_of,
-    in_random_order,
-    peak_mb,
-    ratio,
-    seconds_of,
-    synchronise,
-    timing_threads,
-)
+from ..timing import Ratio, Times, in_random_order, peak_mb, ratio, seconds_of, synchronise, timing
 from ..zoo.plan import checks, members, pipelines
 
 FEWEST, MOST = 7, 200
@@ -41,23 +30,15 @@ EAGER, CAPTURED, AGAIN = "eager", "captured", "captured, again"
 arm, which shows by how much two arms seem apart that are the same.
 """
 
-EFFECTS = {-1: "faster", 0: "none above the A/A floor", 1: "slower"}
-
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """The times of the arms of one model: by the name of the arm the seconds of each round, and what else there is of it."""
 
     times: Times
-    threads: int  # of each run
     memory: Mapping[str, float]  # the peak of the tensors that a run allocates, in MB
     failed: Mapping[str, tuple[str, str]]  # the stage in which an arm failed, and the error
     busy: float = 0.0  # the cores that other processes used meanwhile
-
-    @functools.cached_property
-    def floor(self) -> float:
-        """The least effect that can be told."""
-        return floor_of(ratio(self.times[AGAIN], self.times[CAPTURED]))
 
     def beside(self, arm: str, other: str) -> Ratio:
         """The time of an arm by that of another one in the same round."""
@@ -79,8 +60,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     if arm not in measured.times:
         return Finding(Outcome.NO_OP, "nothing to rewrite")
     baseline = CAPTURED if pipeline else EAGER
-    found = measured.beside(arm, baseline)
-    subject.facts["latency_effect"] = EFFECTS[found.effect(measured.floor)]
+    found, same = measured.beside(arm, baseline), measured.beside(AGAIN, CAPTURED)
     values = {
         "latency_transformed_ms": 1e3 * float(np.median(measured.times[arm])),
         "latency_baseline_ms": 1e3 * float(np.median(measured.times[baseline])),
@@ -88,10 +68,9 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         "latency_ratio_low": found.low,
         "latency_ratio_high": found.high,
         "latency_ratio_eager": measured.beside(arm, EAGER).median,
-        "latency_ratio_floor": measured.floor,
+        "latency_ratio_floor": max(abs(same.low - 1), abs(same.high - 1)),
         "latency_pairs": len(measured.times[arm]),
-        "timing_threads": measured.threads,
-        BUSY.name: 100 * measured.busy,
+        BUSY: 100 * measured.busy,
         "memory_peak_mb": measured.memory[arm],
     }
     return Finding(measurements=values)
@@ -104,13 +83,11 @@ def narrow(times: Times) -> bool:
 
 def measure(subject: Subject) -> Measured:
     """Make every arm of a model ready, and time them turn by turn; an arm that fails is left out with its error."""
-    threads, before = timing_threads(), torch.get_num_threads()
-    torch.set_num_threads(threads)
     wait = synchronise(subject.device)
     runs: dict[str, Callable[[], object]] = {}
     memory: dict[str, float] = {}
     failed: dict[str, tuple[str, str]] = {}
-    try:
+    with timing() as others:
         for arm, make in _arms(subject).items():
             stage = subject.stage
             try:
@@ -128,13 +105,11 @@ def measure(subject: Subject) -> Measured:
             subject.enter(stage)
         with subject.entering("time"), torch.no_grad():
             turns = {arm: _turn(run, wait) for arm, run in runs.items()}
-            others = Others()
+            others.begin()
             times = in_random_order(
                 turns, FEWEST, subject.timing, np.random.default_rng(0), enough=narrow, most=MOST
             )
-    finally:
-        torch.set_num_threads(before)
-    return Measured(times, threads, memory, failed, others.cores())
+        return Measured(times, memory, failed, others.cores())
 
 
 def _arms(subject: Subject) -> dict[str, Callable[[], Callable[[], object] | None]]:

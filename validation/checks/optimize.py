@@ -15,7 +15,7 @@ from fxopt.testing import compare
 from ..judging.subject import Subject
 from ..records import Finding, Outcome
 from ..regressions.metric import BUSY, EAGER
-from ..timing import Others, timing_threads
+from ..timing import timing
 from ..zoo.plan import OPTIMIZED
 
 MOST_ERROR = {"float32": 1e-3, "bfloat16": 0.1, "int8": 0.1}
@@ -25,33 +25,28 @@ MOST_ERROR = {"float32": 1e-3, "bfloat16": 0.1, "int8": 0.1}
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """Compare an optimized model with the model, on the inputs and on their rows in another order, and report its speed-up.
 
-    A model without a graph passes, since it computes what the model computes; a fact says why there is none.
+    A model without a graph passes, since it computes what the model computes; its reason says why there is none.
     """
     precision, dtype = OPTIMIZED[pipeline[0]], subject.own
     model, inputs = subject.model(dtype).eval(), subject.inputs(dtype)
-    before, others = torch.get_num_threads(), Others()
-    torch.set_num_threads(timing_threads())
-    try:
-        with subject.entering("optimize"), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)  # a fact says the same
-            fast: Any = fxopt.optimize(model, kwargs=inputs, precision=precision)
-            report = fast.report[-1]
-            measured = {"cosine": 1.0, "relative_error": 0.0, "tolerance": MOST_ERROR[precision]}
-            for given in (inputs, {name: value.flip(0) for name, value in inputs.items()}):
-                expected, actual = subject.run(model, dtype, given), subject.run(fast, dtype, given)
-                compare(expected, actual)  # raises where the structures differ
-                measured["cosine"] = min(measured["cosine"], cosine_similarity(expected, actual))
-                measured["relative_error"] = max(measured["relative_error"], norm_error(expected, actual))
-    finally:
-        torch.set_num_threads(before)
-    if said := report.reason or report.unused:
+    measured = {"cosine": 1.0, "relative_error": 0.0, "tolerance": MOST_ERROR[precision]}
+    with subject.entering("optimize"), timing() as others, torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)  # the reason says the same
+        fast: Any = fxopt.optimize(model, kwargs=inputs, precision=precision)
+        report = fast.report[-1]
+        for given in (inputs, {name: value.flip(0) for name, value in inputs.items()}):
+            expected, actual = subject.run(model, dtype, given), subject.run(fast, dtype, given)
+            compare(expected, actual)  # raises where the structures differ
+            measured["cosine"] = min(measured["cosine"], cosine_similarity(expected, actual))
+            measured["relative_error"] = max(measured["relative_error"], norm_error(expected, actual))
+    if said := report.reason or report.unused or "":
         subject.facts[EAGER] = said
-    # As of other pipelines; where the graph is not used, the model itself runs.
-    measured["latency_ratio_eager"] = 1.0 if report.reason or not report.speedup else 1 / report.speedup
-    measured |= {"latency_ready_s": report.seconds, BUSY.name: 100 * max(0.0, others.cores())}
+    # Where the graph is not used, the model itself runs.
+    measured["latency_ratio"] = 1.0 if report.reason or not report.speedup else 1 / report.speedup
+    measured |= {"latency_ready_s": report.seconds, BUSY: 100 * others.cores()}
     with subject.entering("compare"):
         error, limit = measured["relative_error"], measured["tolerance"]
         if error <= limit:
-            return Finding(measurements=measured)
+            return Finding(reason=said, measurements=measured)
         reason = f"the outputs in {precision} moved by {error:.3g} of their norm, the limit is {limit:g}"
         return Finding(Outcome.FAIL, reason, measured)

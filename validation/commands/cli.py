@@ -24,33 +24,9 @@ app.command("validate", context_settings=EVERYTHING_ELSE, epilog=HELP)(validate)
 app.add_typer(zoo_app, name="zoo")
 
 
-def _place(name: str) -> store.Place:
-    """The place of a run, in which there is something."""
-    try:
-        place = store.Place(name)
-    except store.ReportError as error:
-        raise typer.BadParameter(str(error)) from error
-    if place.empty:
-        raise typer.BadParameter(f"{name}: no such file or folder")
-    return place
-
-
-def _fetched(name: str) -> Path:
-    """A file or folder; of a URL, a copy of what is there."""
-    return _place(name).path
-
-
-def _folder(name: str) -> Path:
-    """A folder to write to, which is no URL."""
-    if "://" in str(name):
-        raise typer.BadParameter(f"{name}: is a URL; name a folder of this machine")
-    return Path(name)
-
-
-HELP_OF_A_RUN = (
-    "A run: its Parquet file or journal, or the directory with records.parquet; or the URL of one."
-)
-Run = Annotated[Path, typer.Argument(parser=_fetched, help=HELP_OF_A_RUN)]
+Run = Annotated[
+    Path, typer.Argument(help="A run: its Parquet file or journal, or the directory with records.parquet.")
+]
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -64,17 +40,13 @@ def run(arguments: Sequence[str]) -> int:
 
 @app.command("report")
 def report_command(
-    run: Annotated[store.Place, typer.Argument(parser=_place, help=HELP_OF_A_RUN)],
-    output: Annotated[
-        Path | None, typer.Option(parser=_folder, help="Where to write; default: beside the run.")
-    ] = None,
+    run: Run,
+    output: Annotated[Path | None, typer.Option(help="Where to write; default: beside the run.")] = None,
 ) -> None:
     """Writes the Markdown and HTML views of a run, from its table alone."""
     with one_line_errors():
-        if run.far and not output:
-            raise store.ReportError(f"{run.name}: is a URL; name a folder of this machine with --output")
-        table = store.read_run(run.path)
-        written = report.write_views(table, output or _beside(run.path))
+        table = store.read_run(run)
+        written = report.write_views(table, output or _beside(run))
     _say_what_is_written(table, written)
 
 
@@ -102,10 +74,8 @@ def compare_command(
         raise typer.Exit(1)
 
 
-PARTS = typer.Argument(
-    parser=_fetched, help="Parts of a run, reruns, and journals of runs that were cut; or their URLs."
-)
-REPORTS = typer.Option(parser=_folder, help="The folder of reports: latest/, and history/ of whole runs.")
+PARTS = typer.Argument(help="Parts of a run, reruns, and journals of runs that were cut.")
+REPORTS = typer.Option(help="The folder of reports: latest/, and history/ of whole runs.")
 
 
 @app.command("merge")
@@ -121,12 +91,10 @@ def merge_command(runs: Annotated[list[Path], PARTS], output: Annotated[Path, RE
 def accept_command(
     case: Annotated[str, typer.Argument(help="The id of a case.")],
     reason: Annotated[str, typer.Option(help="Why its change is right; the baseline keeps it.")],
-    current: Annotated[
-        Path, typer.Option(parser=_fetched, help="The run that has the change, or its URL.")
-    ] = Path("reports/latest"),
-    baseline: Annotated[
-        Path, typer.Option(parser=_folder, help="The run that others are compared with.")
-    ] = Path("reports/baseline"),
+    current: Annotated[Path, typer.Option(help="The run that has the change.")] = Path("reports/latest"),
+    baseline: Annotated[Path, typer.Option(help="The run that others are compared with.")] = Path(
+        "reports/baseline"
+    ),
 ) -> None:
     """Expects of one case, from now on, what it did in CURRENT: that row takes the place of the one in BASELINE.
 
@@ -141,9 +109,7 @@ def accept_command(
 @app.command("baseline")
 def baseline_command(
     run: Run,
-    directory: Annotated[Path, typer.Option(parser=_folder, help="Where baselines are kept.")] = Path(
-        "reports/baseline"
-    ),
+    directory: Annotated[Path, typer.Option(help="Where baselines are kept.")] = Path("reports/baseline"),
 ) -> None:
     """Makes a run the one that others are compared with; refuses a part, and one in which cases failed, unless it is a sweep.
 
@@ -170,9 +136,7 @@ def baseline_command(
 
 @app.command("history")
 def history_command(
-    directory: Annotated[
-        Path, typer.Argument(parser=_fetched, help="The directory, or URL, with one Parquet file a run.")
-    ],
+    directory: Annotated[Path, typer.Argument(help="The directory with one Parquet file a run.")],
     case: Annotated[str, typer.Option(help="Follow one case, by its id.")] = "",
 ) -> None:
     """One line a run, oldest first, and latencies that changed for good; with --case, one case run by run."""

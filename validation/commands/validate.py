@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-import sys
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import pytest
 import typer
@@ -33,19 +31,6 @@ class _Options(dict[str, str]):
         self[name.removeprefix("--fx-")] = f"{metavar}  {help}".replace("--fx-", "--").strip()
 
 
-class _Command:
-    """A stream on which the options of the plugin have the names that the command gives them."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        return self._stream.write(text.replace("--fx-", "--"))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
 OPTIONS = _Options()
 pytest_fxopt.pytest_addoption(cast(pytest.Parser, OPTIONS))
 HELP = "\n\n".join(["Options of the run:", *(f"--{name} {text}" for name, text in OPTIONS.items())])
@@ -54,15 +39,13 @@ HELP = "\n\n".join(["Options of the run:", *(f"--{name} {text}" for name, text i
 def validate(context: typer.Context) -> None:
     """Run every case of a zoo: each model with each pass, with pairs, and with all of them.
 
-    All other options go to pytest: -n auto for as many processes as there are cores, -k, -x, --lf, -q. Exit status: 0;
-    1 when a case fails; 2 for a mistake, also where no case is chosen; 130 when interrupted.
+    pytest, and so its messages, has these options with the prefix --fx-. All others go to pytest: -n auto for as many
+    processes as there are cores, -k, -x, --lf, -q. Exit status: 0; 1 when a case fails; 2 for a mistake, also where no
+    case is chosen; 130 when interrupted.
     """
-    ours = re.compile(rf"--({'|'.join(OPTIONS)})(?=$|=)")
-    given = [ours.sub(r"--fx-\1", each) if ours.match(each) else each for each in context.args]
+    given = [re.sub(rf"^--({'|'.join(OPTIONS)})(?=$|=)", r"--fx-\1", each) for each in context.args]
     # This process has imported fxopt already, so pytest cannot rewrite its assertions, and need not say so.
     quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     arguments = [*quiet, "-p", "pytest_fxopt", "--pyargs", str(__package__).rpartition(".")[0], *given]
-    out, err = (cast(TextIO, _Command(stream)) for stream in (sys.stdout, sys.stderr))
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        ended = pytest.main(arguments)
+    ended = pytest.main(arguments)
     raise typer.Exit(STATUS.get(pytest.ExitCode(ended), int(ended)))

@@ -17,8 +17,7 @@ from .. import store
 from ..judging.subject import Subject
 from ..records import Case, Check, counted
 from ..running.run import Runner
-from ..zoo.entry import is_installed
-from ..zoo.passes import passes_of
+from ..zoo.entry import Entry, is_installed
 from ..zoo.plan import plan, unmet
 from ..zoo.sources import load_zoo, recorded_sites, sites_file
 from ..zoo.yaml_file import ZooError
@@ -38,8 +37,7 @@ Zoo = Annotated[Path, typer.Argument(help="The zoo file.")]
 def zoo_check_command(zoo: Zoo = Path("model_zoo.yaml")) -> None:
     """Read a zoo file, and say what is wrong with it and what it plans. Exit status: 0, 1 for mistakes in it, or 2."""
     try:
-        passes = passes_of(zoo)
-        entries = load_zoo(zoo, passes)
+        entries, passes = load_zoo(zoo)
         if mistakes := unmet(entries, passes, ["cpu", "cuda"]):
             raise ZooError("\n".join(mistakes))
     except FxoptError as error:
@@ -60,15 +58,10 @@ def zoo_sites_command(
     What cannot be counted, such as in a model whose package is missing, stays as it was recorded.
     """
     with one_line_errors():
-        passes = passes_of(zoo)
-        entries, found, failed = load_zoo(zoo, passes), recorded_sites(zoo), []
-        names = [entry.name for entry in entries]
-        if unknown := [name for name in model or () if name not in names]:
-            raise ZooError(f"{zoo}: no model {unknown[0]!r}; there are {', '.join(names)}")
+        entries, passes = load_zoo(zoo)
+        found, failed = recorded_sites(zoo), []
         runner = Runner(entries, passes)
-        for entry in entries:
-            if model and entry.name not in model:
-                continue
+        for entry in [_named(name, entries, zoo) for name in model] if model else entries:
             if entry.requires and not is_installed(entry.requires):
                 typer.echo(f"{entry.name}: left out: {entry.requires} is not installed")
                 continue
@@ -83,7 +76,7 @@ def zoo_sites_command(
         gc.unfreeze()  # the runner freezes what is imported
         found = {
             name: {key: count for key, count in found[name].items() if key in passes}
-            for name in names
+            for name in [entry.name for entry in entries]
             if found.get(name)
         }
         store.replace(sites_file(zoo), f"{HEADER}{yaml.safe_dump(found)}".encode())
@@ -94,8 +87,12 @@ def zoo_sites_command(
 
 def captured(zoo: Path, name: str) -> GraphModule:
     """The graph of an entry of a zoo file. Raises `ZooError`, and what a capture raises."""
-    passes = passes_of(zoo)
-    entries = {entry.name: entry for entry in load_zoo(zoo, passes)}
-    if name not in entries:
-        raise ZooError(f"{zoo}: no model {name!r}; there are {', '.join(entries)}")
-    return Subject(entries[name], "cpu", passes).traced(torch.float32)
+    entries, passes = load_zoo(zoo)
+    return Subject(_named(name, entries, zoo), "cpu", passes).traced(torch.float32)
+
+
+def _named(name: str, entries: list[Entry], zoo: Path) -> Entry:
+    for entry in entries:
+        if entry.name == name:
+            return entry
+    raise ZooError(f"{zoo}: no model {name!r}; there are {', '.join(entry.name for entry in entries)}")

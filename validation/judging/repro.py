@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pprint
 import re
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -20,13 +18,8 @@ from .subject import FLOOR
 FOLDER = "repro"
 """The folder of the scripts, in a report."""
 
-NEEDED = {
-    Check.PARITY: ["Oracle"],
-    Check.EQUIVALENCE: ["Oracle", "find_culprit"],
-    Check.ACCURACY: ["Oracle", "leaves"],
-    Check.ROUND_TRIP: ["assert_round_trip"],
-}
-"""The checks that a script can show, and what it needs of `fxopt.testing`; others are about more than a model and its graph."""
+SHOWN = (Check.PARITY, Check.EQUIVALENCE, Check.ACCURACY, Check.ROUND_TRIP)
+"""The checks that a script can show; others are about more than a model and its graph."""
 
 
 def script(case: Case, reason: str, entry: Entry, passes: Sequence[Transformation], limit: float) -> str:
@@ -34,35 +27,34 @@ def script(case: Case, reason: str, entry: Entry, passes: Sequence[Transformatio
 
     `limit` is how far passes that do not preserve the computation may move the outputs.
     """
-    if case.check not in NEEDED or any("<locals>" in type(each).__qualname__ for each in passes):
+    if case.check not in SHOWN or any("<locals>" in type(each).__qualname__ for each in passes):
         return ""
     module, _, name = entry.model.rpartition(".")
     module = module or "transformers"
-    names = {(type(each).__module__, type(each).__qualname__.split(".")[0]) for each in passes}
-    names |= {(module, name)} | {("fxopt.testing", name) for name in ("randomise", *NEEDED[case.check])}
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    classes = [(type(each).__module__, type(each).__qualname__.partition(".")[0]) for each in passes]
+    sources = sorted({(module, name), *classes})
     template = Path(__file__).with_name("repro.jinja").read_text(encoding="utf-8")
-    return environment.from_string(template).render(
+    made = jinja2.Template(template, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    text: str = made.render(
         case=case.id,
         check=str(case.check),
         floor=FLOOR,
         limit=limit,
-        reason=_wrapped(reason),
+        reason=reason.replace('"""', "'''"),
         package=module.partition(".")[0],
-        local=any(source.partition(".")[0] not in ("fxopt", "transformers", "torch") for source, _ in names),
-        imports=[
-            f"from {source} import {', '.join(sorted(name for other, name in names if other == source))}"
-            for source in sorted({source for source, _ in names})
-        ],
+        local=any(
+            source.partition(".")[0] not in ("fxopt", "transformers", "torch") for source, _ in sources
+        ),
+        imports=[f"from {source} import {name}" for source, name in sources],
         passes=", ".join(map(repr, passes)),
         entry=entry,
         model=name,
-        config=pprint.pformat(entry.config, width=100, sort_dicts=False),
         configured=hasattr(factory(entry), "config_class"),
         made=build.make_inputs(entry),
         device=repr(case.device),
         symbols=sorted({symbol for free in entry.dynamic_shapes.values() for symbol in free.values()}),
     )
+    return text
 
 
 def write(records: Iterable[Record], folder: Path, whole: bool) -> list[Path]:
@@ -84,9 +76,3 @@ def write(records: Iterable[Record], folder: Path, whole: bool) -> list[Path]:
 def portable(text: str) -> str:
     """The text with the paths of files as they are on every machine: below the package index, or where the run began."""
     return re.sub(rf"(/[^\s:'\"]+)?/site-packages/|{re.escape(str(Path.cwd()))}/", "", text)
-
-
-def _wrapped(text: str) -> str:
-    """A text in lines, as a docstring can have it."""
-    wrapper = textwrap.TextWrapper(110, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(map(wrapper.fill, text.replace('"""', "'''").splitlines()))

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,9 @@ from ..zoo.build import Captured, capture, capture_first, ways
 from ..zoo.entry import Entry
 from .rewritten import Explained, Rewritten, explained, rewrite
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 FLOOR = 8.0
 """In its own dtype, a graph may be twice as far from float64 as the model, and this many units in the last place
 farther: the model may be exact by chance.
@@ -46,6 +50,19 @@ ROUNDED, RTOL_FLOAT32 = 1e-6, 1e-5
 """How well graphs agree, in the place of `RTOL_FLOAT64`, with a model of a sweep in float64 that converts to float32 on
 the way: one unit of float32 of the last bit of float64; and with one that runs in float32 alone.
 """
+
+
+def _kept(make: Callable[Concatenate[Subject, P], T]) -> Callable[Concatenate[Subject, P], T]:
+    """Keep what a method makes, by its arguments, until the subject forgets it."""
+
+    @functools.wraps(make)
+    def get(subject: Subject, /, *key: P.args, **named: P.kwargs) -> T:
+        kept = subject._made.setdefault(make.__name__, {})
+        if key not in kept:
+            kept[key] = make(subject, *key, **named)
+        return kept[key]  # type: ignore[no-any-return]
+
+    return get
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,12 +89,7 @@ class Subject:
 
     def forget(self) -> None:
         """Let go of all that was made: after a failure it may be half made, and its memory is needed."""
-        self._models: dict[torch.dtype, nn.Module] = {}
-        self._inputs: dict[str, Tensor] = {}
-        self._judged: tuple[torch.dtype, float] | None = None
-        self._oracles: dict[torch.dtype, Oracle] = {}
-        self._captured: dict[torch.dtype, Captured] = {}
-        self._rewritten: dict[tuple[tuple[str, ...], torch.dtype], Rewritten] = {}
+        self._made: dict[str, dict[Any, Any]] = {}
 
     @contextlib.contextmanager
     def entering(self, stage: str) -> Iterator[None]:
@@ -130,65 +142,61 @@ class Subject:
         """How well a right graph agrees with the model there, relative to the largest value of a tensor."""
         return self._judgement()[1]
 
+    @_kept
     def model(self, dtype: torch.dtype) -> nn.Module:
         """The model, in `dtype`."""
-        if dtype not in self._models:
-            with self.entering("load"), torch.enable_grad():  # some models are trained when they are made
-                if not self._models:
-                    self._models[torch.float32] = build.build_model(self.entry).to(self.device)
-                if dtype not in self._models:
-                    self._models[dtype] = copy.deepcopy(self._models[torch.float32]).to(dtype)
-        return self._models[dtype]
+        with self.entering("load"), torch.enable_grad():  # some models are trained when they are made
+            if dtype != torch.float32:
+                return copy.deepcopy(self.model(torch.float32)).to(dtype)
+            return build.build_model(self.entry).to(self.device)
 
     def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Fresh inputs, floating ones in `dtype`."""
-        if not self._inputs:
-            self._inputs = build.make_inputs(self.entry, self.model(torch.float32))
         return {
             name: value.to(self.device, dtype if value.is_floating_point() else None, copy=True)
-            for name, value in self._inputs.items()
+            for name, value in self._inputs().items()
         }
 
+    @_kept
+    def _inputs(self) -> dict[str, Tensor]:
+        return build.make_inputs(self.entry, self.model(torch.float32))
+
+    @_kept
     def oracle(self, dtype: torch.dtype) -> Oracle:
         """The judge of graphs against the model itself, run eagerly."""
-        if dtype not in self._oracles:
-            model, wide, captured = self.model(dtype), self.model(self.wide), self.traced(dtype)
-            captured_wide = None if self.entry.given else self.traced(self.wide)
-            # One of a sweep has run by now: what is wrong from here on is no property of the model.
-            with self.entering("run the model" if self.entry.given else "run the graph"):
-                self._oracles[dtype] = Oracle(
-                    model,
-                    kwargs=self.inputs(dtype),
-                    float64=wide,
-                    wide=self.wide,
-                    captured=captured,
-                    captured_wide=captured_wide,
-                    rtol=self.rtol,
-                    floor=FLOOR,
-                    strides=self.entry.given,
-                )
-        return self._oracles[dtype]
+        model, wide, captured = self.model(dtype), self.model(self.wide), self.traced(dtype)
+        captured_wide = None if self.entry.given else self.traced(self.wide)
+        # One of a sweep has run by now: what is wrong from here on is no property of the model.
+        with self.entering("run the model" if self.entry.given else "run the graph"):
+            return Oracle(
+                model,
+                kwargs=self.inputs(dtype),
+                float64=wide,
+                wide=self.wide,
+                captured=captured,
+                captured_wide=captured_wide,
+                rtol=self.rtol,
+                floor=FLOOR,
+                strides=self.entry.given,
+            )
 
     def traced(self, dtype: torch.dtype) -> GraphModule:
         """The captured graph of the model; it shares its leaves with the model, so rewrite a copy."""
         return self.captured(dtype).graph
 
+    @_kept
     def captured(self, dtype: torch.dtype) -> Captured:
         """The captured graph, and how it was captured."""
-        if dtype not in self._captured:
-            model, given = self.model(dtype), self.entry.given
-            # One of a sweep is captured in each dtype as it was where it is judged.
-            first = None if given or dtype == self.wide else self.captured(self.wide).way
-            # As it is run: some forwards read the mode, and random numbers may decide with `specialize=True`.
-            with self.entering("capture"), torch.no_grad(), torch.random.fork_rng():
-                torch.manual_seed(0)
-                if given:
-                    found = capture(self.entry, model, self.inputs(dtype))
-                else:
-                    tried = [first] if first else ways(build.free_sizes(self.entry, model))
-                    found = capture_first(model, lambda: self.inputs(dtype), tried)
-            self._captured[dtype] = found
-        return self._captured[dtype]
+        model, given = self.model(dtype), self.entry.given
+        # One of a sweep is captured in each dtype as it was where it is judged.
+        first = None if given or dtype == self.wide else self.captured(self.wide).way
+        # As it is run: some forwards read the mode, and random numbers may decide with `specialize=True`.
+        with self.entering("capture"), torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            if given:
+                return capture(self.entry, model, self.inputs(dtype))
+            tried = [first] if first else ways(build.free_sizes(self.entry, model))
+            return capture_first(model, lambda: self.inputs(dtype), tried)
 
     def run(self, module: nn.Module, dtype: torch.dtype, inputs: dict[str, Tensor] | None = None) -> Any:
         """Run `module` on `inputs` (those of the entry by default), always under the same seed."""
@@ -197,16 +205,16 @@ class Subject:
             torch.manual_seed(0)
             return module(**given)
 
+    @_kept
     def rewritten(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> Rewritten:
         """A copy of the graph with the pipeline applied."""
-        if (pipeline, dtype) not in self._rewritten:
-            if any(name != pipeline for name, _ in self._rewritten):
-                self._rewritten.clear()
-                gc.collect()  # a graph and its module refer to each other, and hold a copy of the model
-            traced = self.traced(dtype)
-            with self.entering("transform"):
-                self._rewritten[pipeline, dtype] = rewrite(traced, self.members(pipeline))
-        return self._rewritten[pipeline, dtype]
+        others = self._made["rewritten"]
+        if any(name != pipeline for name, _ in others):
+            others.clear()
+            gc.collect()  # a graph and its module refer to each other, and hold a copy of the model
+        traced = self.traced(dtype)
+        with self.entering("transform"):
+            return rewrite(traced, self.members(pipeline))
 
     def explained(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> Explained:
         """List where the pass of a pipeline of one has its sites, what it leaves alone, and why."""
@@ -245,6 +253,7 @@ class Subject:
         """The passes of a pipeline, with their names, in order."""
         return [(name, self.passes[name]) for name in plan.members(self.entry, pipeline, self.passes)]
 
+    @_kept
     def _judgement(self) -> tuple[torch.dtype, float]:
         """The dtype in which graphs are judged, and how well they agree there.
 
@@ -252,22 +261,21 @@ class Subject:
         """
         if self.entry.given:
             return torch.float64, RTOL_FLOAT64
-        if self._judged is None:
-            own = self.own
-            model, wide = self.model(own), self.model(torch.float64)
-            with self.entering("run the model"):
-                if where := not_finite(self.run(model, own)):
-                    raise ValueError(f"{where} is not finite everywhere, so that nothing would be proved")
-                try:
-                    is_finite = not not_finite(self.run(wide, torch.float64))
-                    with _Roundings() as roundings:  # under a mode, layers of torch may compute in other ways
-                        self.run(wide, torch.float64)
-                except Exception:  # it mixes dtypes, whatever that raises
-                    is_finite = False
-            exact = torch.float64, ROUNDED if is_finite and roundings.found else RTOL_FLOAT64
-            self._judged = exact if is_finite else (own, RTOL_FLOAT32)
-            self.dtype = str(self._judged[0]).removeprefix("torch.")
-        return self._judged
+        own = self.own
+        model, wide = self.model(own), self.model(torch.float64)
+        with self.entering("run the model"):
+            if where := not_finite(self.run(model, own)):
+                raise ValueError(f"{where} is not finite everywhere, so that nothing would be proved")
+            try:
+                is_finite = not not_finite(self.run(wide, torch.float64))
+                with _Roundings() as roundings:  # under a mode, layers of torch may compute in other ways
+                    self.run(wide, torch.float64)
+            except Exception:  # it mixes dtypes, whatever that raises
+                is_finite = False
+        if not is_finite:
+            return own, RTOL_FLOAT32
+        self.dtype = "float64"
+        return torch.float64, ROUNDED if roundings.found else RTOL_FLOAT64
 
 
 class _Roundings(TorchFunctionMode):

@@ -5,28 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
 from ..records import AGAIN, FAILING, TIMED, Outcome, counted
 from ..zoo.plan import ALL, EXACT
+from .compare import VANISHED
 
 CAPTURE = {"load": "is not built", "run the model": "does not run", "capture": "is not captured"}
 """The stages before any pass, and what a model that ends there lacks."""
 
-_SEVERITY = (
-    "outcome",
-    "new failure",
-    "stage",
-    "capture",
-    "error",
-    "limit",
-    "accuracy",
-    "compared",
-    "sites",
-)
+_SEVERITY = ("outcome", "new failure", "stage", "capture", "error", "limit", "accuracy", "compared", "sites")
 """The kinds of changes, the worst first; others come after these."""
 
 PASSES = (ALL, EXACT)
@@ -74,23 +65,15 @@ def causes(
         before: the run that it was compared with, which has the cases that vanished.
         since: the commits between which it got worse.
     """
-    rows = {
-        str(row["id"]): row for run in (before, table) if run is not None for row in run.to_dict("records")
-    }
-    worse = [
-        _Change(
-            **{name: str(row[name]) for name in ("kind", "id", "metric", "before", "after", "explanation")},
-            row=row_of,
-        )
-        for row in changes[changes["regression"]].to_dict("records")
-        if (row_of := rows.get(str(row["id"]), {})) is not None
-    ]
-    alone = Counter(each.pipeline for each in worse if each.pipeline and "+" not in each.pipeline)
-    alone -= Counter(dict.fromkeys(PASSES, len(worse)))
-    of_model = {
-        model: [each.pipeline for each in worse if each.model == model]
-        for model in {each.model for each in worse}
-    }
+    runs = [run[["id", *_OF_A_CASE]] for run in (before, table) if run is not None]
+    rows = pd.concat(runs).drop_duplicates("id", keep="last").set_index("id")
+    joined = changes[changes["regression"]].drop(columns="regression").join(rows, on="id")
+    worse = [_Change(*row) for row in joined.fillna("").astype(str).itertuples(index=False, name=None)]
+    singles = [each.pipeline for each in worse if each.pipeline and "+" not in each.pipeline]
+    alone = Counter(name for name in singles if name not in PASSES)
+    of_model: dict[str, set[str]] = defaultdict(set)
+    for each in worse:
+        of_model[each.model].add(each.pipeline)
     groups: dict[tuple[str, ...], list[_Change]] = {}
     for each in worse:
         names = of_model[each.model] if each.pipeline in PASSES else each.pipeline.split("+")
@@ -117,9 +100,12 @@ def failures(table: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+_OF_A_CASE = ["model", "pipeline", "check", "stage", "options"]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    """A regression of one case, and the row of the case."""
+    """A regression of one case, with the columns of `compare.CHANGE`, and what the row of the case has of `_OF_A_CASE`."""
 
     kind: str
     id: str
@@ -127,33 +113,30 @@ class _Change:
     before: str
     after: str
     explanation: str
-    row: Mapping[Hashable, object]
+    model: str
+    pipeline: str
+    check: str
+    stage: str
+    options: str
 
     @property
-    def pipeline(self) -> str:
-        return str(self.row.get("pipeline") or "")
-
-    @property
-    def model(self) -> str:
-        return str(self.row.get("model") or self.id)
-
-    @property
-    def stage(self) -> str:
-        return str(self.row.get("stage") or "") if self.kind in _VERDICTS else ""
+    def lost(self) -> bool:
+        """True if the case ends before there is anything to check."""
+        return self.kind in _VERDICTS and self.stage in CAPTURE
 
     @property
     def rank(self) -> tuple[int, float, bool, str]:
         """The worst kind first, then the fewest passes, timed cases last: the first of a group shows its cause best."""
         passes = math.inf if self.pipeline in PASSES else len(self.pipeline.split("+")) * bool(self.pipeline)
         severity = _SEVERITY.index(self.kind) if self.kind in _SEVERITY else len(_SEVERITY)
-        return severity, passes, self.row.get("check") in TIMED, self.id
+        return severity, passes, self.check in TIMED, self.id
 
 
 def _key(change: _Change, guilty: Sequence[str]) -> tuple[str, ...]:
     """The origin of a regression: a stage and its message, one of the `guilty` passes, or a kind of cost."""
-    if change.kind.endswith("vanished") or not change.row:
+    if change.kind == VANISHED:
         return (change.kind,)
-    if change.stage in CAPTURE:
+    if change.lost:
         return change.stage, re.sub(r"'[^']*'|\S*[/\d]\S*", "…", change.explanation)
     if change.pipeline:
         return "pass", (*guilty, change.pipeline)[0]
@@ -163,8 +146,8 @@ def _key(change: _Change, guilty: Sequence[str]) -> tuple[str, ...]:
 def _cause(group: Sequence[_Change], since: str) -> Cause:
     first, *others = sorted(group, key=lambda change: change.rank)
     models = tuple(sorted({each.model for each in group}))
-    row = first.row
-    command = AGAIN.format(model=first.model, case=first.id) + str(row.get("options") or "") if row else ""
+    command = AGAIN.format(model=first.model, case=first.id) + first.options
+    command = command if first.kind != VANISHED else ""
     cases = len({each.id for each in group})
     return Cause(" ".join(_text(first, others, models)), models, cases, since, command)
 
@@ -172,9 +155,9 @@ def _cause(group: Sequence[_Change], since: str) -> Cause:
 def _text(first: _Change, others: Sequence[_Change], models: tuple[str, ...]) -> Iterator[str]:
     """The sentence: who, what, where, by how much; then the other kinds of changes with the same cause."""
     where, what = _named(models), first.pipeline.replace("+", " → ") or "The graph"
-    if first.kind.endswith("vanished"):
-        yield f"{_named(tuple(sorted({each.id for each in (first, *others)})))}: {first.kind}"
-    elif first.stage in CAPTURE:
+    if first.kind == VANISHED:
+        yield f"{where}: {counted(len(others) + 1, 'case')} vanished"
+    elif first.lost:
         yield f"{where} {CAPTURE[first.stage]}: {first.explanation.removesuffix(f' in stage {first.stage}')}"
     elif first.kind in _VERDICTS:
         yield f"{what} {_VERBS.get(first.after, 'got worse')} in {where}: {first.explanation}"
@@ -184,7 +167,7 @@ def _text(first: _Change, others: Sequence[_Change], models: tuple[str, ...]) ->
         if len(models) > 1:
             yield f"(also worse in {_named(tuple(name for name in models if name != first.model))})"
     kinds = Counter(_noun(each) for each in others if each.kind not in (first.kind, *_VERDICTS))
-    if kinds and not first.stage:
+    if kinds and first.kind not in _VERDICTS:
         yield f"Changed with it: {', '.join(kinds)}."
 
 

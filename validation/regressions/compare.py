@@ -11,10 +11,13 @@ from ..records import FAILING, STAGES, Outcome, counted
 from ..store import measurements_of, missing
 from ..zoo.build import DEFAULT
 from ..zoo.sources import SOURCE
-from .metric import BUSY, EAGER, KERNELS, UNKNOWN, Metric, metric_of, unit_of
+from .metric import BUSY, EAGER, KERNELS, MOST_BUSY, UNKNOWN, Metric, metric_of
 
 CHANGE = ["regression", "kind", "id", "metric", "before", "after", "explanation"]
 Change = tuple[bool, str, object, str, str, str, str]
+
+VANISHED = "vanished"
+"""The kind of change of a case that the later run does not have."""
 
 MACHINE = ["device_name", "threads"]
 """The columns that tell machines apart."""
@@ -24,7 +27,7 @@ def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool = False
     """The changes from one run (a table of `store.read_run`) to a later one, regressions first.
 
     A regression is: a case that passed and does not now, or that fails and did not before, be it for being new; a
-    model, device or case that has vanished, unless the later run was of a part; one that fails in an
+    case that has vanished, unless the later run was of a part; one that fails in an
     earlier stage, or a capture that asks for more; a metric that got worse by more
     than its noise (`validation.regressions.metric`), each judged by itself, or that a case with the same outcome has no more. The opposite
     changes are rows too, with `regression` False. What depends on the machine is compared on the same one alone, so are
@@ -54,26 +57,15 @@ def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool = False
 
 
 def _population(before: pd.DataFrame, after: pd.DataFrame) -> Iterator[Change]:
-    """Cases that only one of the runs has; a whole model or device is one change, not one a case."""
+    """Cases that only one of the runs has; new ones that do not fail are one change a model."""
     new = after.loc[after.index.difference(before.index)]
-    failing = new[new["outcome"].isin(FAILING)]
-    for case, outcome, reason in failing[["outcome", "reason"]].itertuples(name=None):
+    failing = new["outcome"].isin(FAILING)
+    for case, outcome, reason in new.loc[failing, ["outcome", "reason"]].itertuples(name=None):
         yield True, "new failure", case, "", "none", outcome, reason
-    for gone, left, other in (
-        (True, before.loc[before.index.difference(after.index)], after),
-        (False, new.drop(failing.index), before),
-    ):
-        found = []
-        for column in ("model", "device"):
-            whole = left[~left[column].isin(set(other[column]))]
-            counts = whole[column].value_counts().sort_index()
-            found += [(column, name, counted(count, "case")) for name, count in counts.items()]
-            left = left.drop(whole.index)
-        found += [("case", case, outcome) for case, outcome in left["outcome"].items()]
-        for what, name, had in found:
-            values = (had, "none") if gone else ("none", had)
-            word = "vanished" if gone else "added"
-            yield gone, f"{what} {word}", name, "", *values, "it is in one run only"
+    for case, outcome in before.loc[before.index.difference(after.index), "outcome"].items():
+        yield True, VANISHED, case, "", outcome, "none", "only the earlier run has it"
+    for model, count in new.loc[~failing, "model"].value_counts().items():
+        yield False, "added", model, "", "none", counted(count, "case"), "only the later run has them"
 
 
 def _environment(before: pd.DataFrame, after: pd.DataFrame) -> Iterator[Change]:
@@ -90,15 +82,8 @@ def _outcomes(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[Change]:
         if was != now:
             worse = was == Outcome.PASS or (now in FAILING and was not in FAILING)
             where = f" in stage {stage}" if stage not in ("", "compare") else ""
-            yield (
-                worse,
-                "outcome",
-                case,
-                "",
-                was,
-                now,
-                f"{reason}{where}" if reason else f"{was} became {now}",
-            )
+            text = f"{reason}{where}" if reason else f"{was} became {now}"
+            yield worse, "outcome", case, "", was, now, text
         if before in STAGES and stage in STAGES and before != stage:
             yield STAGES.index(stage) < STAGES.index(before), "stage", case, "", before, stage, reason
 
@@ -128,9 +113,9 @@ def _measurements(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[Change]:
             case, before, after = new.index[row], float(was[row]), float(now[row])
             if np.isnan(after) and ended_alike[row] and metric.better:
                 text = f"{name} is not a number, or not measured any more"
-                yield True, metric.kind, case, name, _shown(name, before), "nan", text
+                yield True, metric.kind, case, name, f"{before:.4g}", "nan", text
             elif change := metric.changed(before, after):
-                values = _shown(name, before), _shown(name, after)
+                values = f"{before:.4g}", f"{after:.4g}"
                 yield change > 0, metric.kind, case, name, *values, _change(name, metric, before, after)
 
 
@@ -148,8 +133,8 @@ def _comparable(metric: Metric, old: pd.DataFrame, new: pd.DataFrame) -> np.ndar
         graph = (_text(old, EAGER) == "") & (_text(new, EAGER) == "")
         found = (_text(new, SOURCE) == "") & graph
     if metric.kind == "time":
-        runs = [run for run in (old, new) if BUSY.name in run]
-        busy = {model for run in runs for model in run.loc[run[BUSY.name] > BUSY.most, "model"]}
+        runs = [run for run in (old, new) if BUSY in run]
+        busy = {model for run in runs for model in run.loc[run[BUSY] > MOST_BUSY, "model"]}
         found &= ~new["model"].isin(busy)
     return found.to_numpy()
 
@@ -158,17 +143,11 @@ def _change(name: str, metric: Metric, was: float, now: float) -> str:
     word = "rose" if now > was else "fell"
     if metric is UNKNOWN:
         return f"{name} {word}: declare in validation/regressions/metric.py whether that is good"
-    if metric.factor == 1 and not metric.difference:
-        return f"{name} {word}"
-    if metric.difference is not None:
-        return f"{name} {word} by {abs(now - was):.4g}; {metric.difference} is noise"
+    if metric.factor == 1:
+        return f"{name} {word} by {abs(now - was):.4g}"
     return (
         f"{name} {word} to {now / was if was else np.inf:.3g} times; a factor of {metric.factor:g} is noise"
     )
-
-
-def _shown(name: str, value: float) -> str:
-    return f"{value:.4g} {unit_of(name)}".rstrip()
 
 
 def _text(table: pd.DataFrame, name: str) -> pd.Series[str]:

@@ -1,4 +1,4 @@
-"""The metrics: the direction, the noise and the unit of what a case measures, by patterns of its name."""
+"""The metrics: the direction and the noise of what a case measures, by patterns of its name."""
 
 from __future__ import annotations
 
@@ -58,22 +58,14 @@ KERNELS = "kernels"
 """The fact in which a case names the kernels that its passes picked: which there are, the machine decides."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Busy:
-    """A measurement of how busy the machine was, and the most at which latencies count."""
-
-    name: str
-    most: float
-
-
-BUSY = Busy("busy_percent", 10.0)
-"""The part of a core that other processes took while latencies were measured."""
-
-UNITS = {"ms": "ms", "seconds": "s", "mb": "MB", "bytes": "B", "percent": "%"}
-"""The units that words in the names of measurements stand for."""
+BUSY, MOST_BUSY = "busy_percent", 10.0
+"""The part of a core that other processes took while latencies were measured, and the most at which these count."""
 
 UNKNOWN = Metric("undeclared", factor=1.1)
 """A measurement that no pattern knows: its changes are told, and that nobody has said whether they are good."""
+
+_CONTEXT = functools.partial(Metric, "context", factor=math.inf)
+_TIME = functools.partial(Metric, "time", "lower", factor=2, machine=True)
 
 METRICS: dict[str, Metric] = {
     # The model's own, whatever passes make of it.
@@ -91,21 +83,10 @@ METRICS: dict[str, Metric] = {
         "accuracy", "higher", difference=1e-3, text="the cosine of outputs with those of the model"
     ),
     # Two runs prove nothing: of the same code, ratios differ by ten times their intervals. `trend.latencies` judges many.
-    "latency_*": Metric("context", factor=math.inf, text="latencies, judged over several runs (below)"),
-    "busy_percent": Metric(
-        "context", factor=math.inf, text="the part of a core that other processes used while timing"
-    ),
-    "apply_seconds": Metric(
-        "time",
-        "lower",
-        factor=2,
-        floor=0.1,
-        machine=True,
-        text="seconds, to apply a pass: the shorter of two runs",
-    ),
-    "*seconds": Metric(
-        "time", "lower", factor=2, floor=0.3, machine=True, text="seconds, to capture the model"
-    ),
+    "latency_*": _CONTEXT(text="latencies, judged over several runs (below)"),
+    "busy_percent": _CONTEXT(text="the part of a core that other processes used while timing"),
+    "apply_seconds": _TIME(floor=0.1, text="seconds, to apply a pass: the shorter of two runs"),
+    "*seconds": _TIME(floor=0.3, text="seconds, to capture the model"),
     "forward_runs": Metric("runs", "lower", factor=1.5, text="how many runs of the forward the capture took"),
     "*memory*_mb": Metric(
         "memory",
@@ -118,11 +99,9 @@ METRICS: dict[str, Metric] = {
     "sites*": Metric("sites", "higher", text="the sites that a pipeline rewrote"),
     "refused*": Metric("refused", text="the sites that a pass refused"),
     "*_compared": Metric("compared", "higher", machine=True, text="how many values or tensors were compared"),
-    "ways_used": Metric(
-        "context", factor=math.inf, text="how many uses of the graph were tried: copy, pickle, save, ..."
-    ),
+    "ways_used": _CONTEXT(text="how many uses of the graph were tried: copy, pickle, save, ..."),
     "nodes*": Metric("size", factor=1.1, text="the nodes of the graph"),
-    "timing_threads": Metric("context", factor=math.inf, text="the threads of a timed run"),
+    "timing_threads": _CONTEXT(text="the threads of a timed run, in older files"),
 }
 """The metrics by the patterns of names; the first that fits counts."""
 
@@ -131,13 +110,3 @@ METRICS: dict[str, Metric] = {
 def metric_of(name: str) -> Metric:
     """The metric of a measurement, by its name."""
     return next((found for pattern, found in METRICS.items() if fnmatch.fnmatch(name, pattern)), UNKNOWN)
-
-
-def unit_of(name: str) -> str:
-    """The unit of a measurement, which its name says; empty for a count or a ratio.
-
-    Example:
-        >>> unit_of("latency_baseline_ms"), unit_of("sites")
-        ('ms', '')
-    """
-    return next((UNITS[word] for word in name.split("_")[1:] if word in UNITS), "")

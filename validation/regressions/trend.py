@@ -11,9 +11,9 @@ import pandas as pd
 
 from ..records import FAILING
 from ..store import ReportError, measurements_of
-from .metric import BUSY
+from .metric import BUSY, MOST_BUSY
 
-LATENCY, BY_EAGER = "latency_ratio", "latency_ratio_eager"
+LATENCY = "latency_ratio"
 CHANGED = ["id", "runs", "since", "before", "recent", "change"]
 
 MARGINS = {2: 0.2, 3: 0.12, 5: 0.06}
@@ -33,7 +33,6 @@ def runs(history: pd.DataFrame) -> pd.DataFrame:
         commit=("commit", "first"),
         torch=("torch", "first"),
         transformers=("transformers", "first"),
-        models=("model", "nunique"),
         cases=("id", "size"),
         failed=("failed", "sum"),
     )
@@ -82,15 +81,10 @@ def latencies(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _idle(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows with a latency that was measured on an idle machine; runs that do not say how busy it was count.
-
-    `fxopt.optimize` has it as a ratio to that of the model.
-    """
-    if BY_EAGER in table:
-        table = table.assign(**{LATENCY: table[LATENCY].fillna(table[BY_EAGER])})
-    busy = table[BUSY.name] if BUSY.name in table else pd.Series(0.0, table.index)
+    """The rows with a latency that was measured on an idle machine; runs that do not say how busy it was count."""
+    busy = table[BUSY] if BUSY in table else pd.Series(0.0, table.index)
     columns = ["id", "run", "started", "device_name", "threads", "content"]
-    chosen = table[table[LATENCY].notna() & ~(busy > BUSY.most)]
+    chosen = table[table[LATENCY].notna() & ~(busy > MOST_BUSY)]
     ends = {
         end: chosen.get(f"{LATENCY}_{end}", chosen[LATENCY]).fillna(chosen[LATENCY])
         for end in ("low", "high")

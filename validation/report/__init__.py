@@ -31,13 +31,15 @@ class Written:
     problems: list[str] = dataclasses.field(default_factory=list)
     since: headline.Since | None = None  # what changed
 
-    def attempt(self, write: Callable[[], T], what: Path) -> T | None:
+    def attempt(self, what: Path, write: Callable[[], T]) -> T | None:
         """Whatever goes wrong with one file is no reason to lose the others."""
         try:
-            return write()
+            made = write()
         except Exception as error:  # a full disk, a plotting library, a value that nobody thought of
             self.problems.append(f"{what}: not written: {type(error).__name__}: {error}")
             return None
+        self.files += [made] if isinstance(made, Path) else []
+        return made
 
 
 def write_run(table: pa.Table, directory: Path, planned: Collection[str] | None = None) -> Written:
@@ -46,54 +48,48 @@ def write_run(table: pa.Table, directory: Path, planned: Collection[str] | None 
     A run of a part stays out of the history, and takes the place of its own cases in `latest` alone; others stay there
     that are still `planned`, or all where that is not known. A sweep has a directory of its own, `directory/architectures`, in the place of `latest`.
     """
-    written, frame = Written(), table.to_pandas()
+    written, frame, history = Written(), table.to_pandas(), directory / "history"
     latest = directory / ("architectures" if headline.is_sweep(frame) else "latest")
     if not store.missing(frame):
-        history = directory / "history"
-        file = written.attempt(lambda: store.append_history(table, history), history)
-        written.files += [file] if file else []
+        written.attempt(history, lambda: store.append_history(table, history))
     elif store.file_of(latest).is_file():
-        earlier = written.attempt(lambda: store.read_table(latest), latest)
+        earlier = written.attempt(latest, lambda: store.read_table(latest))
         if earlier is not None:
             if planned is not None:
                 earlier = earlier.filter(pc.is_in(earlier["id"], pa.array(sorted(planned), pa.string())))
             table = store.merge([earlier, table])
-    written.files += written.attempt(lambda: store.write_table(table, latest), latest) or []
-    views = write_views(table.to_pandas(), latest, directory / "history")
-    return Written(sorted([*written.files, *views.files]), [*written.problems, *views.problems], views.since)
+    written.attempt(latest, lambda: store.write_table(table, latest))
+    return write_views(table.to_pandas(), latest, history, written)
 
 
-def write_views(table: pd.DataFrame, directory: Path, history: Path | None = None) -> Written:
+def write_views(
+    table: pd.DataFrame, directory: Path, history: Path | None = None, written: Written | None = None
+) -> Written:
     """Writes every Markdown and HTML view of a run (a table of `store.read_run`), each by itself.
 
     They say what changed since the last good run before it in `history`; that is where it is beside `directory`, if it is not
     given. A view that cannot be made is deleted, for it would show another run.
     """
-    written = Written()
-    history = history or directory.parent / "history"
-    since = written.attempt(lambda: headline.since(table, headline.earlier(table, history)), history)
+    written, history = written or Written(), history or directory.parent / "history"
+    since = written.attempt(history, lambda: headline.since(table, headline.earlier(table, history)))
     ran = headline.ran(table)
-    views: dict[Path, Callable[[], str]] = {
-        directory / "summary.md": lambda: markdown.summary(table, since),
-        directory / "report.html": lambda: html.document(table, since),
-        **{
-            directory / f"compatibility/{name}.md": functools.partial(markdown.compatibility, table, name)
-            for name in ran["model"].unique()
-        },
-        **{
-            directory / f"passes/{name}.md": functools.partial(markdown.of_pass, ran, name)
-            for name in markdown.single_passes(ran)
-        },
+    views: dict[str, Callable[[], str]] = {
+        "summary.md": lambda: markdown.summary(table, since),
+        "report.html": lambda: html.document(table, since),
     }
+    pages = {f"compatibility/{name}.md": (table, name, "model") for name in ran["model"].unique()}
+    pages |= {f"passes/{name}.md": (ran, name, "pipeline") for name in markdown.single_passes(ran)}
+    views |= {file: functools.partial(markdown.compatibility, *given) for file, given in pages.items()}
     if headline.is_sweep(table):
-        views = {directory / "architectures.md": lambda: architectures.document(table)}
-    for file in {*directory.glob("compatibility/*.md"), *directory.glob("passes/*.md"), *views}:
-        view = views.get(file)
-        if view and written.attempt(functools.partial(_write, file, view), file):
-            written.files.append(file)
-        else:
+        views = {"architectures.md": lambda: architectures.document(table)}
+    for old in {*directory.glob("compatibility/*.md"), *directory.glob("passes/*.md")}:
+        old.unlink()
+    for name, view in views.items():
+        file = directory / name
+        if not written.attempt(file, functools.partial(_write, file, view)):
             file.unlink(missing_ok=True)
-    return Written(sorted(written.files), written.problems, since)
+    written.since = since
+    return written
 
 
 def _write(file: Path, view: Callable[[], str]) -> Path:

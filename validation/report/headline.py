@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from ..records import FAILING, Outcome, counted
+from ..records import FAILING, WORST_FIRST, Outcome, counted
 from ..regressions import trend
 from ..regressions.causes import Cause, causes, failures
 from ..regressions.compare import CHANGE, compare
-from ..regressions.metric import BUSY
+from ..regressions.metric import BUSY, MOST_BUSY
 from ..store import ReportError, missing, read_run
 from ..zoo.sources import SOURCE
 
@@ -34,7 +34,7 @@ def not_run(table: pd.DataFrame) -> list[str]:
     if len(skipped := table[table["outcome"] == Outcome.SKIP]):
         cases, models = counted(len(skipped), "case"), counted(skipped["model"].nunique(), "model")
         told.append(f"{cases} of {models} not run: {skipped['reason'].value_counts().index[0]}")
-    if BUSY.name in table and (busy := table.loc[table[BUSY.name] > BUSY.most, "model"].nunique()):
+    if BUSY in table and (busy := table.loc[table[BUSY] > MOST_BUSY, "model"].nunique()):
         told.append(
             f"The machine was busy in the time measurements of {counted(busy, 'model')}: these latencies and times are not judged"
         )
@@ -46,7 +46,7 @@ def not_run(table: pd.DataFrame) -> list[str]:
 def ends(table: pd.DataFrame) -> dict[str, int]:
     """How many cases ended how, without those that were not run."""
     counted = table["outcome"].value_counts()
-    return {str(o): int(counted[o]) for o in Outcome if o in counted and o is not Outcome.SKIP}
+    return {o: int(counted[o]) for o in WORST_FIRST if o in counted and o != Outcome.SKIP}
 
 
 def ran(table: pd.DataFrame) -> pd.DataFrame:
@@ -154,12 +154,8 @@ NO_RUN = "There is no earlier run to compare with"
 def elsewhere(since: Since) -> str:
     """A sentence where the last good run was made on another machine, else empty."""
     changed = since.changes[since.changes["kind"] == "environment"]["id"]
-    other = {"device_name", "threads"} & {*changed}
-    return (
-        "The last good run was on another machine: times, memory and kernels are not compared."
-        if other
-        else ""
-    )
+    text = "The last good run was on another machine: times, memory and kernels are not compared."
+    return text if {"device_name", "threads"} & {*changed} else ""
 
 
 def to_do(since: Since) -> str:

@@ -16,7 +16,6 @@ from ..records import AGAIN, FAILING, WORST_FIRST
 from ..regressions.metric import metric_of
 from ..store import COLUMNS, measurements_of
 from . import headline, tables
-from .pipelines import optimized
 from .wording import heading
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -56,15 +55,14 @@ def data(table: pd.DataFrame, since: headline.Since | None) -> dict[str, Any]:
         "notRun": headline.not_run(table),
         "conditions": tables.conditions(table),
         "since": _changes(since),
-        "optimized": _rows(optimized(ran)),
         "problems": _rows(tables.problems(table)),
         "refusals": _rows(tables.refusals(table)),
         "cases": {name: ran[name].fillna("").tolist() for name in WORDS}
         | {"seconds": _short(ran["seconds"])},
         "numbers": {name: {"heading": heading(name), "values": _short(ran[name])} for name in shown},
         "facts": {name: ran[name].fillna("").tolist() for name in facts},
-        "worst": [str(outcome) for outcome in WORST_FIRST],
-        "failing": [str(outcome) for outcome in WORST_FIRST if outcome in FAILING],
+        "worst": WORST_FIRST,
+        "failing": sorted(FAILING),
         "command": AGAIN + next(iter(table["options"]), "") if len(table) else AGAIN,
     }
 

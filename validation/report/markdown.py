@@ -1,4 +1,4 @@
-"""The Markdown views: `summary.md`, and one compatibility page a model."""
+"""The Markdown views: `summary.md`, and one page a model and a pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pandas as pd
 from ..records import AGAIN, FAILING, Outcome
 from . import headline as headlines
 from . import tables
-from .pipelines import optimized
 
 MARKS = {
     Outcome.PASS: "✅",
@@ -22,15 +21,10 @@ FAILED = "❌"
 
 
 def summary(table: pd.DataFrame, since: headlines.Since | None = None) -> str:
-    """The whole run on one page: what got worse, what failed and what changed, the fastest pipelines, the matrix, refused sites."""
+    """The whole run on one page: what got worse, what failed, the verdicts, and refused sites."""
     ran = headlines.ran(table)
-    verdict = tables.verdicts(ran)
-    single = verdict[~verdict["pipeline"].str.contains("+", regex=False)]
-    composed = verdict[verdict["pipeline"].str.contains("+", regex=False)]
-    compositions = []
-    if len(composed):
-        compositions = ["## Compositions", pipes(tables.matrix(composed))]
-    linked = {"compatibility": sorted(ran["model"].unique()), "passes": single_passes(ran)}
+    single = single_passes(ran)
+    linked = {"compatibility": sorted(ran["model"].unique()), "passes": single}
     models, passes = (
         " · ".join(f"[{name}]({folder}/{name}.md)" for name in names) for folder, names in linked.items()
     )
@@ -43,18 +37,13 @@ def summary(table: pd.DataFrame, since: headlines.Since | None = None) -> str:
         pipes(pd.DataFrame(tables.conditions(table).items(), columns=["made with", ""])),
         "## Failures",
         pipes(tables.problems(table)) or "None.",
-        REPEATED.format(options=_options(table)) if table["outcome"].isin(FAILING).any() else "",
-        *_changes(since),
-        "## `fxopt.optimize`",
-        pipes(optimized(ran)) or "Nothing was optimized.",
+        REPEATED.format(options=table["options"].iloc[0]) if table["outcome"].isin(FAILING).any() else "",
         "## Verdicts",
         LEGEND,
-        pipes(tables.matrix(single)) or "None.",
-        *compositions,
+        pipes(tables.matrix(ran[ran["pipeline"].isin(["", *single])])) or "None.",
         "## Failed as expected",
         pipes(tables.problems(table, [Outcome.EXPECTED])) or "None.",
-        "## Why sites were refused",
-        pipes(tables.refusals(table)) or "No site was refused.",
+        *_refused(table),
     )
 
 
@@ -63,48 +52,31 @@ def single_passes(table: pd.DataFrame) -> list[str]:
     return sorted(name for name in table["pipeline"].unique() if name and "+" not in name)
 
 
-def compatibility(table: pd.DataFrame, model: str) -> str:
-    """The page of one model: pass × device, each check, refusals, and every measurement."""
-    own = table[table["model"] == model]
-    return page(
-        f"# {escape(model)}",
-        headline(own.assign(plan="")),
-        LEGEND,
-        "## Passes and devices",
-        pipes(tables.compatibility(own)),
-        "## Failures",
-        pipes(tables.problems(own)) or "None.",
-        "## Why sites were refused",
-        pipes(tables.refusals(own).drop(columns="models")) or "No site was refused.",
-    )
-
-
-def of_pass(table: pd.DataFrame, name: str) -> str:
-    """The page of one pass: its models, where it rewrote, and what it refused."""
-    own = table[table["pipeline"] == name]
+def compatibility(table: pd.DataFrame, name: str, column: str) -> str:
+    """The page of one model or pipeline, which a column names: what came of it, where it rewrote, and refused sites."""
+    own = table[table[column] == name]
+    places = pipes(tables.places(own)) if column == "pipeline" else ""
     return page(
         f"# {escape(name)}",
         headline(own.assign(plan="")),
-        "## Models",
+        LEGEND,
+        "## Verdicts",
         pipes(tables.compatibility(own)),
-        "## Where it rewrites",
-        pipes(tables.places(table, name)) or "No site is listed.",
-        "## Why sites were refused",
-        pipes(tables.refusals(own)) or "No site was refused.",
         "## Failures",
         pipes(tables.problems(own)) or "None.",
+        *(["## Where it rewrites", places] if places else []),
+        *_refused(own),
     )
+
+
+def _refused(table: pd.DataFrame) -> tuple[str, str]:
+    return "## Why sites were refused", pipes(tables.refusals(table)) or "No site was refused."
 
 
 REPEATED = (
     f"`{AGAIN.format(model='MODEL', case='CASE')}{{options}}` runs one of them again, and `python repro/CASE.py`, beside this file, "
     "shows it without the harness. Both end with 0 when it is right."
 )
-
-
-def _options(table: pd.DataFrame) -> str:
-    """The options with which `fxopt validate` finds the zoo and the passes of a run."""
-    return str(table["options"].iloc[0] or "") if "options" in table else ""
 
 
 def _worse(since: headlines.Since | None) -> list[str]:
@@ -120,13 +92,6 @@ def _worse(since: headlines.Since | None) -> list[str]:
         "\n".join(lines),
         headlines.to_do(since),
     ]
-
-
-def _changes(since: headlines.Since | None) -> list[str]:
-    if since is None or not since.run:
-        return []
-    worse = since.changes[since.changes["regression"]].drop(columns="regression")
-    return [f"## Changes since {since.run}", f"{headlines.changed(since.changes)}.", pipes(worse.head(50))]
 
 
 LEGEND = (

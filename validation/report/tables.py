@@ -8,7 +8,7 @@ from collections.abc import Collection
 import pandas as pd
 
 from ..checks.effect import PLACES
-from ..records import FAILING, WORST_FIRST, Check
+from ..records import FAILING, WORST_FIRST
 from ..regressions.metric import metric_of
 from ..store import COLUMNS, measurements_of
 from .wording import ABSENT, heading, limit_of, pipeline_label, ratio, shown, with_limit
@@ -44,8 +44,7 @@ def problems(table: pd.DataFrame, outcomes: Collection[str] = FAILING) -> pd.Dat
     failed = _ordered(table[table["outcome"].isin(outcomes)])
     grouped = failed.groupby(["outcome", "reason"], sort=False)
     rows = grouped.agg(case=("id", _some), stage=("stage", _distinct), cases=("id", "size")).reset_index()
-    rank = rows["outcome"].map({str(outcome): rank for rank, outcome in enumerate(WORST_FIRST)})
-    rows = rows.iloc[rank.argsort(kind="stable")].reset_index(drop=True)
+    rows = rows.iloc[rows["outcome"].map(WORST_FIRST.index).argsort(kind="stable")].reset_index(drop=True)
     return rows[["outcome", "case", "stage", "reason", "cases"]]
 
 
@@ -58,23 +57,17 @@ def verdicts(table: pd.DataFrame) -> pd.DataFrame:
     facts = [str(name) for name in table.columns if name not in COLUMNS and name not in measured]
     how = {name: "max" if metric_of(name).kind == "error" else "first" for name in [*measured, *facts]}
     key = ["model", "device", "pipeline"]
-    ranked = table.assign(rank=table["outcome"].map({str(o): rank for rank, o in enumerate(WORST_FIRST)}))
+    ranked = table.assign(rank=table["outcome"].map(WORST_FIRST.index))
     merged = ranked.groupby(key, sort=False).agg({"rank": "min", **how})
-    merged.insert(0, "verdict", _outcomes(merged.pop("rank")))
+    merged.insert(0, "verdict", merged.pop("rank").map(WORST_FIRST.__getitem__))
     said = table[table["reason"] != ""].groupby(key)["reason"].agg(_distinct)
     merged.insert(1, "reason", said.reindex(merged.index).fillna(""))
-    by_check = ranked.groupby([*key, "check"])["rank"].min().unstack("check").rename_axis(columns=None)
-    return _ordered(merged.join(by_check.apply(_outcomes)).reset_index())
+    return _ordered(merged.reset_index())
 
 
-def _outcomes(ranks: pd.Series) -> pd.Series:
-    """Ranks in the order of badness as words; what is missing stays so."""
-    return ranks.map(dict(enumerate(map(str, WORST_FIRST))))
-
-
-def matrix(verdict: pd.DataFrame) -> pd.DataFrame:
+def matrix(table: pd.DataFrame) -> pd.DataFrame:
     """Pipeline × model: the verdicts as words; when there are several devices, each has its columns."""
-    rows = _ordered(verdict)
+    rows = verdicts(table)
     column = rows["model"] + (" · " + rows["device"] if rows["device"].nunique() > 1 else "")
     words = rows.assign(column=column).pivot(index="pipeline", columns="column", values="verdict")
     words = words.reindex(rows["pipeline"].unique()).fillna(ABSENT)
@@ -100,16 +93,11 @@ def compatibility(table: pd.DataFrame) -> pd.DataFrame:
     return view.drop(columns=[name for name in ("model", "passes") if view[name].nunique() == 1])
 
 
-def places(table: pd.DataFrame, name: str) -> pd.DataFrame:
+def places(table: pd.DataFrame) -> pd.DataFrame:
     """Where a pass rewrote: one row a model and site, with its module and line."""
-    rows = table[(table["pipeline"] == name) & (table["check"] == Check.EFFECT)]
-    told = rows[PLACES].fillna("") if PLACES in rows else pd.Series("", rows.index)
-    listed = [
-        (model, place)
-        for model, places in zip(rows["model"], told, strict=True)
-        for place in json.loads(places or "[]")
-    ]
-    return pd.DataFrame(listed, columns=["model", "site"]).drop_duplicates(ignore_index=True)
+    told = table.reindex(columns=["model", PLACES]).dropna()
+    listed = told.assign(site=[json.loads(text or "[]") for text in told[PLACES]]).explode("site")
+    return listed[["model", "site"]].dropna().drop_duplicates(ignore_index=True)
 
 
 def refusals(table: pd.DataFrame) -> pd.DataFrame:

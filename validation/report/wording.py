@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from ..regressions.metric import UNITS, metric_of, unit_of
+from ..regressions.metric import metric_of
 
 ABSENT = "-"
 NO_PASS = "(no pass)"
@@ -17,7 +17,6 @@ RATIO = ("latency_ratio", "latency_ratio_low", "latency_ratio_high")
 FORMATS = {"error": ".1e", "limit": ".1e", "accuracy": ".6g"}
 """Of errors the magnitude matters; of shares of right answers, and of a cosine, how much is missing."""
 
-# How measurements are called in headings; other names are spelled out, with their unit.
 HEADINGS = {
     "latency_ratio": "latency, transformed / original",
     "sites": "sites rewritten",
@@ -26,18 +25,13 @@ HEADINGS = {
 
 
 def heading(name: str) -> str:
-    """The heading of a measurement, with its unit.
+    """The heading of a measurement.
 
     Example:
         >>> heading("latency_baseline_ms")
-        'latency baseline (ms)'
+        'latency baseline ms'
     """
-    if name in HEADINGS:
-        return HEADINGS[name]
-    first, *words = name.split("_")
-    unit = unit_of(name)
-    text = " ".join([first, *(word for word in words if UNITS.get(word) != unit)])
-    return f"{text} ({unit})" if unit else text
+    return HEADINGS.get(name, name.replace("_", " "))
 
 
 def shown(name: str, value: float) -> str:
@@ -71,11 +65,6 @@ def ratio(row: pd.Series | Mapping[Hashable, Any]) -> str:
     if math.isnan(value):
         return ABSENT
     return f"{value:.3f}" if math.isnan(low) else f"{value:.3f} [{low:.3f}, {high:.3f}]"
-
-
-def number(value: object) -> str:
-    """A ratio to three places; a dash where there is none."""
-    return f"{value:.3f}" if isinstance(value, float) and not math.isnan(value) else ABSENT
 
 
 def pipeline_label(pipeline: str) -> str:

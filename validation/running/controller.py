@@ -31,7 +31,7 @@ class Controller:
     cases: Mapping[str, Case]  # those that may be run, by id
     planned: Sequence[str]  # the ids of the whole plan that they are of; a run without some is a part
     devices: Sequence[str]  # that the cases run on
-    place: store.Place  # where the reports go
+    directory: Path  # of the reports
     root: Path  # of the repository whose commit the run is of
     pool: Pool | Fleet  # runs the cases, in processes of this machine or on a cluster
     workers: int  # how many of them at once
@@ -48,23 +48,17 @@ class Controller:
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         if session.config.option.collectonly:
             return
-        plan = store.plan_of(self.planned)
         run = store.Run.now(
             threads=timing_threads(),
             devices=self.devices,
-            plan=plan,
+            plan=store.plan_of(self.planned),
             options=options(session.config),
             root=self.root,
         )
         try:
-            self._journal = store.Journal(self.place.path, run, self.resume)
-            self.place.send()
+            self._journal = store.Journal(self.directory, run, self.resume)
         except store.ReportError as error:
             raise pytest.UsageError(str(error)) from error
-        for case, record in [*self._journal.earlier.items()]:
-            # A zoo that git does not know may have changed since, and the commit is the same.
-            if case.id in self.cases and record.content != self.content(case):
-                del self._journal.earlier[case]
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, _once) for number in ENDING}
 
@@ -102,22 +96,26 @@ class Controller:
         self, cases: Sequence[Case], begun: Callable[[Case], None]
     ) -> Generator[Record, None, None]:
         """The records of a run that was cut; then of the cases that may share the machine; then, alone, of the timed ones."""
-        earlier = self._journal.earlier if self._journal else {}
-        for case in [case for case in cases if case in earlier]:
-            begun(case)
-            yield earlier[case]
-        cases = [case for case in cases if case not in earlier]
-        yield from self.pool.run([case for case in cases if not case.timed], self.workers, begun)
-        yield from self.pool.run([case for case in cases if case.timed], 1, begun)
+        assert self._journal is not None
+        earlier, left = self._journal.earlier, list[Case]()
+        for case in cases:
+            # A zoo that git does not know may have changed since, and the commit is the same.
+            if case in earlier and earlier[case].content == self.content(case):
+                begun(case)
+                yield earlier[case]
+            else:
+                left.append(case)
+        yield from self.pool.run([case for case in left if not case.timed], self.workers, begun)
+        yield from self.pool.run([case for case in left if case.timed], 1, begun)
 
     def _keep(self, record: Record) -> None:
         assert self._journal is not None
+        is_new = record is not self._journal.earlier.get(record.case)
         record = dataclasses.replace(record, content=self.content(record.case))
         self._records[record.case.id] = record
         try:
-            if record.case not in self._journal.earlier:
+            if is_new:
                 self._journal.append(record)
-                self.place.send_soon()
         except OSError as error:  # such as a full disk: what was found before is in the journal
             pytest.exit(f"{self._journal.file}: cannot be written: {error}", returncode=1)
 
@@ -133,7 +131,6 @@ class Controller:
         # Cut by its budget, Ctrl-C, or the end of a job: the journal stays, so that the run can be resumed.
         is_cut = session.exitstatus == pytest.ExitCode.INTERRUPTED
         self._journal.close(written=not self._problems and not left and not is_cut)
-        self._send(session)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -142,28 +139,16 @@ class Controller:
         try:
             records = list(self._records.values())
             table = store.table_of(records, self._journal.run)
-            written = report.write_run(table, self.place.path, self.planned)
+            written = report.write_run(table, self.directory, self.planned)
             whole = self._records.keys() >= {*self.planned}
-            written.files += repro.write(records, self.place.path / "latest" / repro.FOLDER, whole)
+            written.files += repro.write(records, self.directory / "latest" / repro.FOLDER, whole)
         except Exception as error:  # the records are safe: nothing here is worth losing them
             self._problems.append(f"no report was written: {type(error).__name__}: {error}")
         else:
             self._problems += written.problems
             self._message = report.terminal_summary(table.to_pandas(), written.files, written.since)
-            journals = {*self._journal.file.parent.glob("*.jsonl")} - {self._journal.file}
-            if cut := sorted(map(str, journals)):
-                self._message += f"\n\nEarlier runs were cut, and `fxopt merge` takes them: {', '.join(cut)}"
         if self._problems:
             self._problems.append(f"all records are in {self._journal.file}: `fxopt merge` takes it")
-            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
-
-    def _send(self, session: pytest.Session) -> None:
-        """Sends all that was written to where it belongs, and calls it in what is said as it is called there."""
-        self._message, *self._problems = map(self.place.named, [self._message, *self._problems])
-        try:
-            self.place.send()
-        except store.ReportError as error:
-            self._problems.append(str(error))
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

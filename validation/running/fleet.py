@@ -14,10 +14,7 @@ from fxopt.errors import FxoptError
 
 from ..records import Case, Outcome, Record
 from ..store import version
-from .pool import PRELOADED, Make, Pool
-
-HELD_BACK = 0.05
-"""Seconds for which records wait for others, so that cases of a millisecond do not cost a message each."""
+from .pool import PRELOADED, Make, Pool, grouped
 
 ATTEMPTS = 3
 """A case during which its node was lost this often is given up: it may be what ends the nodes."""
@@ -38,10 +35,9 @@ class FleetError(FxoptError):
 
 @dataclasses.dataclass
 class _Chunk:
-    """Cases of one model on one device, all or none of them timed, that one task runs, and how often it was lost."""
+    """Cases of one model on one device that one task runs, and how often it was lost."""
 
     cases: deque[Case]
-    timed: bool
     lost: int = 0
 
 
@@ -50,7 +46,8 @@ class Fleet:
 
     Ray places the tasks and finds out that nodes are gone; what happens to a case on its node, `Pool` decides. Cases
     that a lost node had begun or not begun run on another one; those whose record has arrived do not run again. A
-    timed case has its node to itself. The cluster is at `address`, as for `ray.init`; empty starts one on this machine.
+    timed case has its node to itself, if all cases of a run are timed. The cluster is at `address`, as for `ray.init`;
+    empty starts one on this machine.
 
     Raises `FleetError` where Ray is not installed, the cluster does not answer, or its nodes have other versions.
     """
@@ -65,14 +62,13 @@ class Fleet:
         self._ray = _connected(address)
         self._parts = self._ray.put((make, limit, preload))
         self._run = self._ray.remote(max_retries=0, num_returns="streaming")(_run)
-        self._gone: set[str] = set()
         _check_versions(self._ray)
 
     def run(
         self, cases: Iterable[Case], workers: int = 0, begun: Callable[[Case], None] = lambda case: None
     ) -> Iterator[Record]:
         """The record of each case as it arrives; `workers` is the cluster's to decide."""
-        waiting = deque(self._chunks(cases))
+        waiting = deque(map(_Chunk, grouped(cases).values()))
         running: dict[Any, tuple[_Chunk, str]] = {}
         try:
             while waiting or running:
@@ -84,8 +80,8 @@ class Fleet:
                     continue
                 ready, _ = self._ray.wait(list(running), timeout=1.0)
                 for task in ready:
-                    chunk, place = running[task]
-                    for record in self._heard(task, chunk, place):
+                    chunk, _ = running[task]
+                    for record in self._heard(task, chunk):
                         if record is None:
                             del running[task]
                             if chunk.cases:
@@ -97,45 +93,34 @@ class Fleet:
             for task in running:
                 self._ray.cancel(task, force=True)
 
-    def _chunks(self, cases: Iterable[Case]) -> list[_Chunk]:
-        """The cases by model and device, the most cases first, the timed ones last."""
-        groups: dict[tuple[bool, str, str], deque[Case]] = {}
-        for case in cases:
-            groups.setdefault((case.timed, case.model, case.device), deque()).append(case)
-        order = sorted(groups, key=lambda group: (group[0], -len(groups[group])))
-        return [_Chunk(groups[group], timed=group[0]) for group in order]
-
     def _place(self, chunk: _Chunk, running: dict[Any, tuple[_Chunk, str]]) -> str | None:
         """The node for a timed chunk, where nothing else runs; "" where Ray may choose; None when all are busy."""
-        if not chunk.timed:
+        if not chunk.cases[0].timed:
             return "" if len(running) < 2 * self._ray.cluster_resources().get("CPU", 1) else None
         taken = {place for _, place in running.values()}
-        if "" in taken:
-            return None
         needed = "GPU" if _on_gpu(chunk) else "CPU"
         alive = (
             node["NodeID"] for node in self._ray.nodes() if node["Alive"] and needed in node["Resources"]
         )
-        return next((node for node in alive if node not in taken | self._gone), None)
+        return next((node for node in alive if node not in taken), None)
 
     def _submit(self, chunk: _Chunk, place: str) -> Any:
         options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(_on_gpu(chunk))}
         if place:
             strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
             options["scheduling_strategy"] = strategy(node_id=place, soft=False)
-        held_back = 0.0 if chunk.lost else HELD_BACK
-        return self._run.options(**options).remote(self._parts, list(chunk.cases), held_back)
+        return self._run.options(**options).remote(self._parts, list(chunk.cases))
 
-    def _heard(self, task: Any, chunk: _Chunk, place: str) -> Iterator[Record | None]:
-        """The records that a task has sent, and None when it has ended, or its node has."""
+    def _heard(self, task: Any, chunk: _Chunk) -> Iterator[Record | None]:
+        """The record that a task has sent, and None when it has ended, or its node has."""
         try:
-            records: list[Record] = self._ray.get(next(task))
+            record: Record = self._ray.get(next(task))
         except StopIteration:
             yield None
         except self._ray.exceptions.RayTaskError as error:
             raise FleetError(f"the harness failed on a node: {error}") from error
         except (self._ray.exceptions.TaskUnschedulableError, self._ray.exceptions.TaskCancelledError):
-            self._gone.add(place)  # Ray lists a lost node for some seconds more
+            time.sleep(1.0)  # Ray lists a lost node for some seconds more
             yield None
         except self._ray.exceptions.RayError as error:
             chunk.lost += 1
@@ -148,35 +133,18 @@ class Fleet:
             yield None
         else:
             chunk.lost = 0
-            for record in records:
-                chunk.cases.remove(record.case)
-                yield record
+            chunk.cases.remove(record.case)
+            yield record
 
 
 def _on_gpu(chunk: _Chunk) -> bool:
     return chunk.cases[0].device.partition(":")[0] == "cuda"
 
 
-def _run(
-    parts: tuple[Make, Any, Collection[str]],
-    cases: Sequence[Case],
-    held_back: float,
-) -> Iterator[list[Record]]:
-    """Work on a task on its node: a pool of one process, and its records as they arrive.
-
-    After a loss nothing is held back: the first case without a record is then the one that was running.
-    """
+def _run(parts: tuple[Make, Any, Collection[str]], cases: Sequence[Case]) -> Iterator[Record]:
+    """Work on a task on its node: a pool of one process, and its records as they arrive."""
     make, limit, preload = parts
-    held: list[Record] = []
-    since = time.monotonic()
-    pool = Pool(make, limit, preload=preload)
-    for record in pool.run(cases, 1):
-        held.append(record)
-        if time.monotonic() - since >= held_back:
-            yield held
-            held, since = [], time.monotonic()
-    if held:
-        yield held
+    yield from Pool(make, limit, preload=preload).run(cases, 1)
 
 
 def _connected(address: str) -> Any:
@@ -220,8 +188,6 @@ def _check_versions(ray: Any) -> None:
         where = node["NodeManagerAddress"]
         try:
             theirs = ray.get(asked)
-        except ray.exceptions.TaskUnschedulableError:  # lost meanwhile
-            continue
         except ray.exceptions.RayError as error:  # such as of a node without this package
             text = str(error).strip().splitlines()[-1]
             raise FleetError(f"the harness cannot run on {where}: {text}") from error

@@ -47,17 +47,12 @@ class Pool:
     """
 
     def __init__(
-        self,
-        make: Make,
-        limit: Callable[[Case], float],
-        preload: Collection[str] = PRELOADED,
+        self, make: Make, limit: Callable[[Case], float], preload: Collection[str] = PRELOADED
     ) -> None:
         self._make, self._limit = make, limit
-        forks = "forkserver" in multiprocessing.get_all_start_methods()
-        self._context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
-        if forks:
-            self._context.set_forkserver_preload(list(preload))
-        self._deaths = Counter[tuple[str, str]]()
+        self._context: Any = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(preload))
+        self._deaths = Counter[Group]()
 
     def run(
         self, cases: Iterable[Case], workers: int, begun: Callable[[Case], None] = lambda case: None
@@ -66,26 +61,23 @@ class Pool:
 
         `begun` is told each case that starts. Raises `PoolError` when a worker does not start.
         """
-        waiting = _Queue(cases)
+        waiting = grouped(cases)
         pool: list[_Worker] = []
         try:
             while waiting or any(worker.case for worker in pool):
                 for worker in [worker for worker in pool if worker.ready and not worker.case]:
-                    while worker.case is None:
-                        case = waiting.next(
-                            worker.group, {other.group for other in pool if other is not worker}
-                        )
-                        if case is None:
-                            worker.end()
-                            pool.remove(worker)
-                            break
+                    taken = {other.group for other in pool if other is not worker}
+                    while case := _next(waiting, worker.group, taken):
                         begun(case)
                         if self._deaths[_group(case)] < MOST_DEATHS:
                             worker.begin(case, self._limit(case))
-                        else:
-                            yield Record(case, Outcome.CRASH, "", UNTRIED)
+                            break
+                        yield Record(case, Outcome.CRASH, "", UNTRIED)
+                    else:
+                        worker.end()
+                        pool.remove(worker)
                 busy = sum(worker.case is not None for worker in pool)
-                while len(pool) < min(workers, busy + len(waiting)):
+                while len(pool) < min(workers, busy + sum(map(len, waiting.values()))):
                     pool.append(_Worker(self._context, self._make))
                 for worker in _woken(pool):
                     if record := worker.hear():
@@ -103,37 +95,34 @@ class Pool:
 UNTRIED = f"this model has hung or died in {MOST_DEATHS} cases, and is not tried for its others"
 
 
-def _group(case: Case) -> tuple[str, str]:
-    """The cases that a worker should have in a row: it keeps what it has made for a model on a device."""
+Group = tuple[str, str]
+"""A model and a device: a worker keeps what it has made for them."""
+
+
+def _group(case: Case) -> Group:
     return case.model, case.device
 
 
-class _Queue:
-    """The cases that wait, by group, the largest one first."""
+def grouped(cases: Iterable[Case]) -> dict[Group, deque[Case]]:
+    """The cases that a worker should have in a row, the most cases first."""
+    groups: dict[Group, deque[Case]] = {}
+    for case in cases:
+        groups.setdefault(_group(case), deque()).append(case)
+    return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
 
-    def __init__(self, cases: Iterable[Case]) -> None:
-        groups: dict[tuple[str, str], deque[Case]] = {}
-        for case in cases:
-            groups.setdefault(_group(case), deque()).append(case)
-        order = sorted(groups, key=lambda group: -len(groups[group]))
-        self._groups = {group: groups[group] for group in order}
-        self._length = sum(map(len, groups.values()))
 
-    def __len__(self) -> int:
-        return self._length
-
-    def next(self, group: tuple[str, str] | None, taken: Collection[tuple[str, str] | None]) -> Case | None:
-        """The next case of a group; else of the first that no other worker has; else of the first."""
-        if group not in self._groups:
-            free = (other for other in self._groups if other not in taken)
-            group = next(free, next(iter(self._groups), None))
-        if group is None:
-            return None
-        case = self._groups[group].popleft()
-        if not self._groups[group]:
-            del self._groups[group]
-        self._length -= 1
-        return case
+def _next(
+    waiting: dict[Group, deque[Case]], own: Group | None, taken: Collection[Group | None]
+) -> Case | None:
+    """The next case of a worker's own group; else of the first that no other worker has; else of the first."""
+    free = (group for group in waiting if group not in taken)
+    group = own if own in waiting else next(free, next(iter(waiting), None))
+    if group is None:
+        return None
+    case = waiting[group].popleft()
+    if not waiting[group]:
+        del waiting[group]
+    return case
 
 
 class _Worker:
@@ -150,7 +139,7 @@ class _Worker:
         theirs.close()
         self.ready = self.dead = False
         self.case: Case | None = None
-        self.group: tuple[str, str] | None = None
+        self.group: Group | None = None
         self._stage, self._started, self._limit, self._late = "", time.monotonic(), START, False
         self.deadline = self._started + START
 
@@ -178,11 +167,11 @@ class _Worker:
             self.dead = True
             return None
         if time.monotonic() >= self.deadline:
-            if self._late:
-                self._process.kill()
-            else:  # it writes its stack, even from compiled code, where no signal handler of Python runs
-                os.kill(self._process.pid, signal.SIGABRT)
-            self._late, self.deadline = True, time.monotonic() + LAST_WORDS
+            # It writes its stack, even from compiled code, where no signal handler of Python runs.
+            os.kill(self._process.pid, signal.SIGABRT)
+            self._process.join(LAST_WORDS)
+            self._process.kill()
+            self._late = self.dead = True
         return None
 
     def obituary(self) -> Record | None:

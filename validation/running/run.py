@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import time
 import traceback
@@ -20,7 +21,7 @@ from ..judging.repro import portable
 from ..judging.subject import TIMING, Subject
 from ..records import FAILING, Case, Check, Finding, Outcome, Record
 from ..zoo.entry import Entry, judged
-from ..zoo.sources import marked
+from ..zoo.sources import SOURCE, Architecture
 
 BEFORE_PASSES = ("load", "run the model", "capture")
 """The stages before there is anything to check, of which no pass is to blame."""
@@ -40,19 +41,35 @@ class Runner:
         self._entries = {entry.name: entry for entry in self.zoo}
         self._checks = checks.available()
         self._subject: Subject | None = None
-        self._case: Case | None = None
-        self._started = 0.0
         self._lost: tuple[str, str] | None = None
 
     def run(self, case: Case) -> Record:
         """Run a case to its record. Raises nothing but `KeyboardInterrupt`."""
-        self._case, self._started = case, time.perf_counter()
-        subject = self._subject_of(case)
-        subject.measurements, subject.facts = {}, {}
+        started, subject = time.perf_counter(), self._subject_of(case)
+        entry = subject.entry
+        source = {SOURCE: entry.source.rpartition(".")[2]} if isinstance(entry, Architecture) else {}
+        subject.measurements, subject.facts = {}, source
+        subject.entered = functools.partial(self.entered, case)
+        finding = self._finding(case, subject)
+        record = Record(
+            case=case,
+            outcome=finding.outcome,
+            stage=subject.stage,
+            reason=portable(finding.reason),
+            seconds=time.perf_counter() - started,
+            dtype=subject.dtype,
+            measurements=subject.measurements | finding.measurements,
+            refusals=finding.refusals,
+            facts={name: portable(text) for name, text in subject.facts.items()},
+            repro=_script(case, finding, subject),
+        )
+        return judged(entry.known_failures, record)
+
+    def _finding(self, case: Case, subject: Subject) -> Finding:
         if self._lost and not (case.check is Check.PEER and self._lost[0] == "capture"):
             stage, reason = self._lost
             subject.enter(stage)
-            return self._record(Finding(Outcome.SKIP, reason), subject)
+            return Finding(Outcome.SKIP, reason)
         subject.enter("start")
         try:
             finding = self._checks[case.check](subject, case.pipeline)
@@ -61,57 +78,37 @@ class Runner:
             if not subject.entry.given and subject.stage in BEFORE_PASSES:  # all its cases end there
                 self._lost = subject.stage, _text(error)
                 finding = _lost(error, finding, subject.stage, case.check)
-            record = self._record(finding, subject)
             subject.forget()
-            self._collect()
-            return record
+            _collect()
+            return finding
         if subject.stage == "start":  # else the check has named the stage that it ended in
             subject.enter("compare" if finding.outcome in FAILING else "")
-        return self._record(finding, subject)
-
-    def _script(self, case: Case, finding: Finding, subject: Subject) -> str:
-        """A script that shows a failure without the harness; a sweep has hundreds."""
-        if finding.outcome not in (Outcome.FAIL, Outcome.ERROR) or not subject.entry.given:
-            return ""
-        passes = [pass_ for _, pass_ in subject.members(case.pipeline)]
-        limit = subject.most_error(case.pipeline, subject.own)
-        return repro.script(case, portable(finding.reason), subject.entry, passes, limit)
-
-    def _collect(self) -> None:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        return finding
 
     def _subject_of(self, case: Case) -> Subject:
         subject = self._subject
         if subject is None or (subject.entry.name, subject.device) != (case.model, case.device):
             subject = self._subject = self._lost = None  # so that it can be collected
-            self._collect()
+            _collect()
             gc.freeze()  # what is left, imports and caches of torch, grows with each model: collect it no more
             entry = self._entries[case.model]
-            subject = Subject(entry, case.device, self.passes, self._enter, self.timing)
-            self._subject = subject
+            subject = self._subject = Subject(entry, case.device, self.passes, timing=self.timing)
         return subject
 
-    def _enter(self, stage: str) -> None:
-        assert self._case is not None
-        self.entered(self._case, stage)
 
-    def _record(self, finding: Finding, subject: Subject) -> Record:
-        assert self._case is not None
-        record = Record(
-            case=self._case,
-            outcome=finding.outcome,
-            stage=subject.stage,
-            reason=portable(finding.reason),
-            seconds=time.perf_counter() - self._started,
-            dtype=subject.dtype,
-            measurements=subject.measurements | finding.measurements,
-            refusals=finding.refusals,
-            facts={name: portable(text) for name, text in subject.facts.items()},
-            repro=self._script(self._case, finding, subject),
-        )
-        return marked(subject.entry, judged(subject.entry.known_failures, record))
+def _collect() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _script(case: Case, finding: Finding, subject: Subject) -> str:
+    """A script that shows a failure without the harness; a sweep has hundreds."""
+    if finding.outcome not in (Outcome.FAIL, Outcome.ERROR) or not subject.entry.given:
+        return ""
+    passes = [pass_ for _, pass_ in subject.members(case.pipeline)]
+    limit = subject.most_error(case.pipeline, subject.own)
+    return repro.script(case, portable(finding.reason), subject.entry, passes, limit)
 
 
 def in_worker(

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from .journal import Journal
 from .past import accept, append_history, history, read_run, read_table, write_table
-from .place import Place
-from .provenance import Run, processor, version
-from .table import (
-    COLUMNS,
-    SCHEMA,
-    ReportError,
-    file_of,
-    measurements_of,
-    merge,
-    missing,
-    plan_of,
-    replace,
-    table_of,
-)
+from .provenance import Run, version
+from .table import COLUMNS, ReportError, file_of, measurements_of, merge, missing, plan_of, replace, table_of
 
 __all__ = [
     "COLUMNS",
-    "SCHEMA",
     "Journal",
-    "Place",
     "ReportError",
     "Run",
     "accept",
@@ -34,7 +20,6 @@ __all__ = [
     "merge",
     "missing",
     "plan_of",
-    "processor",
     "read_run",
     "read_table",
     "replace",

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import filelock
 import pyarrow as pa
+import pydantic
 
 from ..records import Case, Record
 from .provenance import Run
 from .table import SCHEMA, ReportError, check_schema, first_line, replace, table_of
+
+RECORD = pydantic.TypeAdapter(Record)
 
 
 class Journal:
@@ -36,10 +39,7 @@ class Journal:
                 self.run, self.earlier = _newest_cut(running, run)
             self.file = running / f"{self.run.id}.jsonl"
             facts = {**dataclasses.asdict(self.run), "started": self.run.started.isoformat()}
-            lines = [
-                {"schema": SCHEMA, "run": facts},
-                *(record.to_json() for record in self.earlier.values()),
-            ]
+            lines = [{"schema": SCHEMA, "run": facts}, *map(dataclasses.asdict, self.earlier.values())]
             replace(self.file, "".join(json.dumps(line) + "\n" for line in lines).encode())
         except filelock.Timeout as error:
             text = "another run writes here: wait for it, or choose another folder with --fx-report-dir"
@@ -51,7 +51,7 @@ class Journal:
     def append(self, record: Record) -> None:
         """Adds a record. Raises `OSError`, such as for a full disk: what was added before is safe."""
         with self.file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record.to_json()) + "\n")
+            stream.write(json.dumps(dataclasses.asdict(record)) + "\n")
 
     def close(self, written: bool) -> None:
         """Leaves the folder to others; the file goes when all of it is `written` elsewhere."""
@@ -83,7 +83,9 @@ def _read(file: Path) -> tuple[Run, dict[Case, Record]]:
         check_schema(file, header["schema"])
         started = datetime.datetime.fromisoformat(header["run"]["started"])
         run = Run(**{**header["run"], "started": started})
-        records = [Record.from_json(json.loads(line)) for line in lines[:-1]]  # the last is empty, or cut off
+        records = [
+            RECORD.validate_python(json.loads(line)) for line in lines[:-1]
+        ]  # the last is empty, or cut off
     except (ValueError, KeyError, TypeError) as error:
         raise ReportError(f"{file}: not the journal of a run ({first_line(error)})") from error
     return run, {record.case: record for record in records}

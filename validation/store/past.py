@@ -27,19 +27,17 @@ from .table import (
 )
 
 
-def write_table(table: pa.Table, directory: Path) -> list[Path]:
-    """Writes `records.parquet`."""
+def write_table(table: pa.Table, directory: Path, name: str = "records") -> Path:
+    """Writes `records.parquet`, or another file; returns it."""
     directory.mkdir(parents=True, exist_ok=True)
-    replace(directory / "records.parquet", parquet(table))
-    return [directory / "records.parquet"]
+    file = directory / f"{name}.parquet"
+    replace(file, parquet(table))
+    return file
 
 
 def append_history(table: pa.Table, directory: Path) -> Path:
     """Adds the table of a run to the history, one file a run; returns the file."""
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / f"{table['run'][0].as_py()}.parquet"
-    replace(file, parquet(table))
-    return file
+    return write_table(table, directory, table["run"][0].as_py())
 
 
 def history(directory: Path) -> pd.DataFrame:
@@ -71,16 +69,12 @@ def accept(case: str, reason: str, current: Path, baseline: Path) -> None:
     if not file_of(baseline).is_file():
         raise ReportError(f"{file_of(baseline)}: no such file; `fxopt baseline RUN` makes a run the baseline")
     new, old = read_table(current), read_table(baseline)
-    rest, row = (
-        old.filter(pc.not_equal(old["id"], case)),
-        new.filter(pc.equal(new["id"], case)),
-    )
+    rest, row = old.filter(pc.not_equal(old["id"], case)), new.filter(pc.equal(new["id"], case))
     if row.num_rows:
         found = row.to_pylist()[0]
         if found["outcome"] in FAILING:
-            known = {"check": found["check"], "pipeline": found["pipeline"], "reason": reason}
-            entry = ", ".join(f"{key}: {json.dumps(value)}" for key, value in known.items())
-            raise ReportError(f"{case} fails; its model may say so in the zoo: known_failures: [{{{entry}}}]")
+            known = json.dumps({"check": found["check"], "pipeline": found["pipeline"], "reason": reason})
+            raise ReportError(f"{case} fails; its model may say so in the zoo: known_failures: [{known}]")
         row = row.set_column(row.column_names.index("accepted"), "accepted", pa.array([reason]))
     elif rest.num_rows == old.num_rows:
         raise ReportError(f"{case}: neither {current} nor {baseline} has this case")

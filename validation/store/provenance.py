@@ -87,17 +87,7 @@ def _commit(root: Path) -> str:
     return commit + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
-_INSTRUCTIONS = (
-    "avx2",
-    "avx512f",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_bf16",
-    "amx_int8",
-    "asimd",
-    "sve",
-)
+_INSTRUCTIONS = "avx2 avx512f avx512_vnni avx512_bf16 avx512_fp16 amx_bf16 amx_int8 asimd sve"
 """Instructions, as Linux names them, for which torch has kernels of their own."""
 
 
@@ -110,7 +100,7 @@ def processor() -> tuple[str, str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = said.get("flags", said.get("Features", "")).split()
-    found = " ".join(name for name in _INSTRUCTIONS if name in flags) or "unknown instructions"
+    found = " ".join(name for name in _INSTRUCTIONS.split() if name in flags) or "unknown instructions"
     name = said.get("model name") or platform.processor() or platform.machine()
     return name, f"{found}, of which torch uses {torch.backends.cpu.get_cpu_capability()}"
 

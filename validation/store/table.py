@@ -24,13 +24,10 @@ DESCRIBED: dict[str, tuple[pa.DataType, str]] = {
     "pipeline": (pa.string(), "the passes, joined by `+`; empty for what is checked before any pass"),
     "device": (pa.string(), "`cpu` or `cuda`"),
     "check": (pa.string(), "the check"),
-    "dtype": (
-        pa.string(),
-        "the dtype of the model; of a sweep, the one that it was judged in",
-    ),
+    "dtype": (pa.string(), "the dtype of the model; of a sweep, the one that it was judged in"),
     "outcome": (pa.string(), "how the case ended"),
     "stage": (pa.string(), "the stage in which it ended"),
-    "reason": (pa.string(), "why the outcome is not `pass`"),
+    "reason": (pa.string(), "why the outcome is not `pass`, or why `optimize` uses no graph"),
     "seconds": (pa.float64(), "the seconds that the case took"),
     "refusals": (pa.list_(REFUSAL), "the sites that a pass refused: pass, node, reason"),
     "run": (pa.string(), "the name of the run, which sorts by time"),
@@ -82,15 +79,11 @@ def missing(table: pd.DataFrame) -> int:
 def table_of(records: Sequence[Record], run: Run) -> pa.Table:
     """The records as one table, sorted by case; a measurement that a case lacks is null, not NaN.
 
-    Raises `ReportError` when there are no records, when two records have the same case, or when a measurement
-    has the name of a column that every run has.
+    Raises `ReportError` when there are no records, or when a measurement has the name of a column that every run has.
     """
     if not records:
         raise ReportError("there are no records to write: no case was run, so the previous report stays")
     rows = [_writable(_row(record, run)) for record in sorted(records, key=lambda record: record.case)]
-    repeated = pd.Series([row["id"] for row in rows]).value_counts().loc[lambda count: count > 1].index
-    if len(repeated):
-        raise ReportError(f"more than one record of the same case: {', '.join(map(str, repeated))}")
     measured = sorted({name for record in records for name in record.measurements})
     stated = sorted({name for record in records for name in record.facts})
     if clash := [name for name in (*measured, *stated) if name in COLUMNS]:

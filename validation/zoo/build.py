@@ -86,11 +86,10 @@ Shapes = Mapping[str, Mapping[int, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """Arguments of `fxopt.trace`, a name for them, and the sizes that they leave free."""
+    """Arguments of `fxopt.trace`, and a name for them."""
 
     name: str = DEFAULT
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    shapes: Shapes | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +124,7 @@ def ways(shapes: Shapes | None) -> list[Way]:
     """With free sizes, else with fixed ones; with default arguments, else with values of the example built in."""
     attempts: dict[str, dict[str, Any]] = {DEFAULT: {}, SPECIALIZE: {"specialize": True}}
     return [
-        Way(name, options, free)
+        Way(name, {**options, "dynamic_shapes": free})
         for name, options in attempts.items()
         for free in ((shapes, None) if shapes else (None,))
     ]
@@ -138,7 +137,7 @@ def capture_first(model: nn.Module, inputs: Callable[[], dict[str, Tensor]], way
         given, started = inputs(), time.process_time()
         try:
             # Not verified here: the check of parity does that.
-            graph = fxopt.trace(model, kwargs=given, dynamic_shapes=way.shapes, verify=False, **way.options)
+            graph = fxopt.trace(model, kwargs=given, verify=False, **way.options)
         except TraceError as error:
             errors.append(error)
             continue

@@ -4,11 +4,10 @@ sweep: every model of a source, such as the model types of transformers.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -16,11 +15,16 @@ import pydantic
 from pydantic import Field
 from torch import nn
 
-from ..records import Record
+import fxopt.passes
+from fxopt.errors import PassError
+from fxopt.rewriting.transformation import Transformation
+
 from . import yaml_file
 from .entry import Entry, Input, ZooFile, factory
-from .passes import name_of
 from .yaml_file import ZooError
+
+Mistake = tuple[tuple[Any, ...], str]
+"""A place in a zoo file, and what is wrong there."""
 
 _IN_YAML = {
     "missing": "is missing",
@@ -32,28 +36,32 @@ _IN_YAML = {
 """Mistakes in the words of a file, by pydantic's names for them; its texts speak of Python's types."""
 
 
-def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
-    """The entries of the zoo file at `path`, checked against its schema, the code, and the names of passes.
+def load_zoo(path: Path, paths: Iterable[str] = ()) -> tuple[list[Entry], dict[str, Transformation]]:
+    """The entries of the zoo file at `path`, checked against its schema and the code, and every pass that it may name.
 
-    Raises `ZooError` when the file, or that of the recorded sites, cannot be read or says something wrong.
+    The passes are those installed, those at `paths`, and those of the file, by their names.
+
+    Raises:
+        ZooError: if the file, or that of the recorded sites, cannot be read or says something wrong.
+        PassError: if one of `paths` is not a pass.
     """
-    data = yaml_file.read(path)
+    passes, data = fxopt.passes.ready(paths), yaml_file.read(path)
     try:
         file = ZooFile.model_validate(data)
     except pydantic.ValidationError as error:
-        places = [e["loc"] for e in error.errors()]
         found = [
             (e["loc"], _IN_YAML.get(e["type"], e["msg"].removeprefix("Value error, ")))
             for e in error.errors()
-            # a list whose items are wrong is also too short for pydantic
-            if not any(place != e["loc"] and place[: len(e["loc"])] == e["loc"] for place in places)
+            if e["type"] != "too_short"
+            or not e["input"]  # a list whose items are wrong is also too short for pydantic
         ]
         raise yaml_file.mistakes(path, data, found) from error
-    if wrong := [*_mistakes_in(file, passes)]:
+    own, wrong = _own_passes(file, passes, paths)
+    if wrong := [*wrong, *_mistakes_in(file, own)]:
         raise yaml_file.mistakes(path, data, wrong)
-    order, recorded = dict.fromkeys([*file.order, *sorted(passes)]), recorded_sites(path)
+    order, recorded = dict.fromkeys([*file.order, *own]), recorded_sites(path)
     named = {name: tuple(map(name_of, said)) for name, said in file.pipelines.items()}
-    return [
+    entries = [
         entry.model_copy(
             update={
                 "sites": {name: recorded.get(entry.name, {}).get(name) for name in order},
@@ -62,6 +70,33 @@ def load_zoo(path: Path, passes: Collection[str]) -> list[Entry]:
         )
         for entry in file.models
     ]
+    return entries, own
+
+
+def _own_passes(
+    file: ZooFile, passes: dict[str, Transformation], paths: Iterable[str]
+) -> tuple[dict[str, Transformation], list[Mistake]]:
+    """The passes with those that a file names by their paths, and what is wrong with these."""
+    lists: dict[tuple[str, ...], tuple[str, ...]] = {("passes",): file.passes}
+    lists |= {("pipelines", name): said for name, said in file.pipelines.items()}
+    paths, wrong = [*paths], list[Mistake]()
+    for where, names in lists.items():
+        for index, said in enumerate(names):
+            try:
+                if "." in said:
+                    passes = fxopt.passes.ready([*paths, said])
+                    paths.append(said)
+                elif said not in passes:
+                    known = f"there are {', '.join(passes)}, and yours by its path, mypackage.passes.MyPass"
+                    raise PassError(f"no such pass: {said!r}; {known}")
+            except PassError as error:
+                wrong.append(((*where, index), str(error)))
+    return passes, wrong
+
+
+def name_of(said: str) -> str:
+    """The name of a pass as a zoo file says it."""
+    return said.rpartition(".")[2]
 
 
 def sites_file(zoo: Path) -> Path:
@@ -79,13 +114,13 @@ def recorded_sites(zoo: Path) -> dict[str, dict[str, int]]:
         raise ZooError(f"{file}: {' '.join(text.split())}") from error
 
 
-def _mistakes_in(file: ZooFile, passes: Collection[str]) -> Iterator[tuple[tuple[Any, ...], str]]:
+def _mistakes_in(file: ZooFile, passes: Collection[str]) -> Iterator[Mistake]:
     """Find what the schema alone cannot tell: names that stand for nothing, or for two things."""
     for name in {*passes, "all", "exact"} & {*file.pipelines}:
         yield ("pipelines", name), "a pass, or a pipeline that is always there, has this name"
     for index, name in enumerate(file.order):
         if name not in passes:
-            yield ("order", index), f"no such pass: {name!r}; there are {', '.join(sorted(passes))}"
+            yield ("order", index), f"no such pass: {name!r}; there are {', '.join(passes)}"
     names = [entry.name for entry in file.models]
     for index, entry in enumerate(file.models):
         if entry.name in names[:index]:
@@ -148,9 +183,7 @@ def _unknown_options(
             yield from _unknown_options(value, getattr(config, name), (*where, name))
 
 
-SOURCES = {
-    "transformers": f"{__package__}.architectures",
-}
+SOURCES = {"transformers": f"{__package__}.architectures"}
 """The zoos that are built in: the name for `--fx-zoo`, and the module that makes the models."""
 
 SOURCE = "source"
@@ -183,10 +216,3 @@ def architectures(zoo: str, peer: bool = False) -> list[Architecture]:
         raise ZooError(f"{zoo} cannot be swept: {error}") from error
     made = functools.partial(Architecture, source=source.__name__, peer=peer, tags=())
     return [made(name=name, model=name) for name in source.model_types()]
-
-
-def marked(entry: Entry, record: Record) -> Record:
-    """A record with the source of its model, if a sweep has one: it tells the runs of sweeps from others."""
-    if not isinstance(entry, Architecture):
-        return record
-    return dataclasses.replace(record, facts={**record.facts, SOURCE: entry.source.rpartition(".")[2]})

@@ -4,7 +4,7 @@ const MARKS = { pass: "✓", "no-op": "·", expected: "!", refused: "!", unjudge
 const LEGENDS = {
   matrix: "The worst outcome of all checks: ✓ was compared and found right, · found nothing to rewrite, ! fails or is refused as it is known to, ? moved the outputs without a stated limit, ✗ fails. Empty: not planned. Click for what was measured.",
   pipelines: "One line a pipeline. Latency is by that of the graph as captured; memory is the peak of what a run allocates.",
-  latency: "Time of the pipeline by that of the graph as captured, in the same rounds; of no pass, by that of the model. Bars are 95 % intervals, the grey band is the A/A floor: what stays within it is no effect.",
+  latency: "Time of the pipeline by that of the graph as captured, in the same rounds; of no pass and of `fxopt.optimize`, by that of the model. Bars are 95 % intervals, the grey band is the A/A floor: what stays within it is no effect.",
   cases: "Every case, the failures first.",
 };
 const PAGE = { matrix: 60, pipelines: 200, latency: 200, cases: 200 };
@@ -48,8 +48,6 @@ function drawHead() {
   at("failures").hidden = !data.problems.rows.length;
   at("problems").append(table(data.problems.columns, data.problems.rows.map(([outcome, ...rest]) => [badge(outcome), ...rest]), [0]));
   drawSince();
-  at("optimize").hidden = !data.optimized.rows.length;
-  at("optimized").append(table(data.optimized.columns, data.optimized.rows.map(([model, ...rest]) => [toModel(model), ...rest]), [0, 1, 2, 3]));
 }
 
 function drawWorse() {

@@ -35,19 +35,15 @@ function cellsOf(cases, worst) {
   for (const cell of cells.values()) {
     const outcomes = new Set(cell.cases.map((found) => found.outcome));
     cell.verdict = worst.find((outcome) => outcomes.has(outcome));
-    const said = cell.cases.map((found) => [found.check, found.reason, found.facts.grade, found.facts.latency_effect]);
+    const said = cell.cases.map((found) => [found.check, found.reason, found.facts.grade]);
     cell.text = [cell.model, cell.pipeline, cell.device, cell.verdict, ...said.flat()].join(" ").toLowerCase();
   }
   return [...cells.values()];
 }
 
-// A number or a word that any case of a cell has.
+// A number that any case of a cell has.
 function number(cell, name) {
   return cell.cases.map((found) => found.numbers[name]).find((value) => value !== undefined);
-}
-
-function fact(cell, name) {
-  return cell.cases.map((found) => found.facts[name]).find((word) => word);
 }
 
 function label(pipeline) {
@@ -61,10 +57,11 @@ function shown(value) {
   return size < 1e-3 || size >= 1e6 ? value.toExponential(1) : String(Number(value.toPrecision(4)));
 }
 
-// How a cell compares with the graph: beyond the A/A floor.
+// How a cell compares with the graph: an interval without 1, and a median beyond the A/A floor.
 function effect(cell) {
-  const stated = fact(cell, "latency_effect");
-  return stated === "faster" || stated === "slower" ? stated : "same";
+  const [ratio, low, high, floor] = ["", "_low", "_high", "_floor"].map((end) => number(cell, `latency_ratio${end}`));
+  if (low === undefined || Math.abs(ratio - 1) <= (floor ?? 0)) return "same";
+  return low > 1 ? "slower" : high < 1 ? "faster" : "same";
 }
 
 // Single passes by name after no pass, the full pipelines, and then pairs.

@@ -50,7 +50,7 @@ def build(model_type: str) -> nn.Module:
 
 
 def example_inputs(model: nn.Module, batch: int = BATCH, sequence: int = SEQUENCE) -> dict[str, Tensor]:
-    """Inputs of a model of `build` by the names of its forward's parameters; floating ones in the model's dtype.
+    """Inputs of a model of `build` by the names of its forward's parameters; floating ones in float32.
 
     `sequence` is of tokens of text, or steps of audio or time, where the architecture leaves that free. Raises
     `LookupError` when no rule makes an input that the forward requires.

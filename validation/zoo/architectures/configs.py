@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig, ResNetConfig, TimmBackboneConfig
@@ -22,6 +22,8 @@ HEAD_WIDTH = WIDTH // HEADS
 LAYERS = 2
 LAYER_KINDS = 4
 """At most so many kinds of layers are kept."""
+Tokens = dict[int, int]
+"""Special token ids inside a small vocabulary, by the original ones: equal ids stay equal."""
 IMAGE = 64
 """Height and width of images in pixels, where patches allow it."""
 
@@ -33,7 +35,7 @@ def small_config(
 
     `changes` has values to take as they are; a mapping for a nested config changes only what it names.
     """
-    tokens = tokens or Tokens()
+    tokens = {} if tokens is None else tokens
     values: dict[str, Any] = {}
     for name, value in _given(config).items():
         if isinstance(changes.get(name), Mapping) and isinstance(value, PreTrainedConfig):
@@ -46,18 +48,6 @@ def small_config(
     return type(config)(**values)
 
 
-class Tokens:
-    """Special token ids inside a small vocabulary: the same id for the same original id."""
-
-    def __init__(self) -> None:
-        self._ids: dict[int, int] = {}
-
-    def small(self, original: int) -> int:
-        if original < VOCABULARY // 2:
-            return original
-        return self._ids.setdefault(original, VOCABULARY - 1 - len(self._ids))
-
-
 def _given(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields that define `config`: not those that its class computes from others."""
     defaults = vars(type(config)())
@@ -67,7 +57,7 @@ def _given(config: PreTrainedConfig) -> dict[str, Any]:
             continue
         stored = config.attribute_map.get(field.name, field.name)
         actual = vars(config).get(stored)
-        declared = field.default if field.default is not dataclasses.MISSING else actual
+        declared = field.default
         # lists of widths and depths are computed too, but from nothing that gets smaller
         computed = (
             declared is None
@@ -80,7 +70,7 @@ def _given(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 _SCALES = r"^(depths|hidden_sizes|embed_dims|embed_dim_per_stage|hidden_dims|channels)$"
-_GENERAL = {field.name for field in dataclasses.fields(PreTrainedConfig)} - {"is_encoder_decoder"}
+_GENERAL = {field.name for field in dataclasses.fields(PreTrainedConfig)}
 
 
 def _small(name: str, value: Any, tokens: Tokens) -> Any:
@@ -92,61 +82,56 @@ def _small(name: str, value: Any, tokens: Tokens) -> Any:
         return value and name != "use_cache"
     if isinstance(value, int):
         return _small_integer(name, value, tokens)
-    if isinstance(value, (list, tuple)) and value:
-        if all(type(item) is int for item in value):
-            return type(value)(_small_list(name, list(value), tokens))
-        if all(isinstance(item, PreTrainedConfig) for item in value):
-            return type(value)(small_config(item, {}, tokens) for item in value)
+    if isinstance(value, (list, tuple)) and value and all(type(item) is int for item in value):
+        return type(value)(_small_list(name, list(value), tokens))
     return value
 
 
 def _small_integer(name: str, value: int, tokens: Tokens) -> int:
-    for pattern, rule in _INTEGERS:
-        if re.search(pattern, name):
-            return tokens.small(value) if rule is None else rule(value)
-    return value
+    if re.search(_TOKEN, name):
+        return _small_token(value, tokens)
+    if name == "window_size":  # in patches; the larger ones are in pixels
+        return 2 if value < 32 else value
+    limits = (limit for pattern, limit in _LIMITS.items() if re.search(pattern, name))
+    return min(value, next(limits, value))
 
 
-def _cap(limit: int) -> Callable[[int], int]:
-    return lambda value: min(value, limit)
+def _small_token(original: int, tokens: Tokens) -> int:
+    if original < VOCABULARY // 2:
+        return original
+    return tokens.setdefault(original, VOCABULARY - 1 - len(tokens))
 
 
-_INTEGERS: tuple[tuple[str, Callable[[int], int] | None], ...] = (
-    (r"token_id$|token_index$|_token$|_idx$|(bos|eos|pad|sep|cls|mask|unk|image|video|audio)_id$", None),
-    (r"vocab(ulary)?_size|vocab_size_", _cap(VOCABULARY)),
-    (r"num_encoder_blocks|num_stages", _cap(8)),
-    (r"^window_size$", lambda value: 2 if value < 32 else value),  # in patches; the larger ones are in pixels
-    (r"num_queries|num_proposals", _cap(8)),
-    (r"mm_tokens_per_image", _cap(4)),
-    (r"codebook_dim$|quantization_hidden_dimension$", _cap(WIDTH)),
-    (r"^(num|n)_filters$", _cap(8)),
-    (r"base_channels$", _cap(32)),
-    (r"initial_channel|d_latents", _cap(WIDTH)),
-    (r"upsample_groups", _cap(WIDTH)),
-    (r"num_groups$", _cap(4)),
-    (r"d_ssm$", _cap(2 * WIDTH)),
-    (r"hash.*_vocab$", _cap(VOCABULARY)),
-    (r"(kv|key_value).*heads?$|heads?_(kv|key_value)$", _cap(2)),
-    (r"(num|n|nb).*heads?$|(^|_)heads$|^n_head$|attention_heads", _cap(HEADS)),
-    (r"^rotary_dim$", _cap(HEAD_WIDTH // 2)),
-    (r"head_(dim|size|width)|headdim|^d_kv$|^d_head$|(nope|rope|v)_head_dim|qk_.*dim", _cap(HEAD_WIDTH)),
-    (r"lora_rank|_rank$", _cap(HEAD_WIDTH)),
-    (r"experts?_per_tok|top_?k$|moe_k$|^num_selected", _cap(2)),
-    (r"shared_experts?$|offset", _cap(1)),
-    (r"(num|n)_.*experts$|^num_experts|experts?_num$", _cap(4)),
-    (r"n_group$|topk_group$", _cap(1)),
-    (r"first_k_dense|interval|every|frequency|_freq$|stride$|period$|_step$", _cap(2)),
-    (r"layers?$|^depth$|num_.*blocks?$|.*_depth$|n_layer$", _cap(LAYERS)),
-    (r"source_positions|target_positions", _cap(WIDTH)),
-    (r"(max|n|num)_.*positions?(_embeddings)?$|positions?$|_length$|seq_len", _cap(512)),
-    (
-        r"hidden_(size|dim)|d_model|n_embd|embed_dim|embedding_(size|dim)|_width$|^dim$|projection_(dim|size)",
-        _cap(WIDTH),
-    ),
-    (r"intermediate|ffn|d_ff|mlp_dim|inner|mlp_hidden|feedforward|feed_forward_size", _cap(2 * WIDTH)),
-    (r"(channels|filters|_dim|_size|_features)$", _cap(2 * WIDTH)),
-)
-"""The meaning of an integer, by the name of its field; the first pattern that is found decides. `None`: a token id."""
+_TOKEN = r"token_id$|token_index$|_token$|_idx$|(bos|eos|pad|sep|cls|mask|unk|image|video|audio)_id$"
+_LIMITS = {
+    r"vocab(ulary)?_size|vocab_size_": VOCABULARY,
+    r"num_encoder_blocks|num_stages|num_queries|num_proposals": 8,
+    r"mm_tokens_per_image": 4,
+    r"codebook_dim$|quantization_hidden_dimension$": WIDTH,
+    r"^(num|n)_filters$": 8,
+    r"base_channels$": 32,
+    r"initial_channel|d_latents|upsample_groups": WIDTH,
+    r"num_groups$": 4,
+    r"d_ssm$": 2 * WIDTH,
+    r"hash.*_vocab$": VOCABULARY,
+    r"(kv|key_value).*heads?$|heads?_(kv|key_value)$": 2,
+    r"(num|n|nb).*heads?$|(^|_)heads$|^n_head$|attention_heads": HEADS,
+    r"^rotary_dim$": HEAD_WIDTH // 2,
+    r"head_(dim|size|width)|headdim|^d_kv$|^d_head$|(nope|rope|v)_head_dim|qk_.*dim": HEAD_WIDTH,
+    r"lora_rank|_rank$": HEAD_WIDTH,
+    r"experts?_per_tok|top_?k$|moe_k$|^num_selected": 2,
+    r"shared_experts?$|offset": 1,
+    r"(num|n)_.*experts$|^num_experts|experts?_num$": 4,
+    r"n_group$|topk_group$": 1,
+    r"first_k_dense|interval|every|frequency|_freq$|stride$|period$|_step$": 2,
+    r"layers?$|^depth$|num_.*blocks?$|.*_depth$|n_layer$": LAYERS,
+    r"source_positions|target_positions": WIDTH,
+    r"(max|n|num)_.*positions?(_embeddings)?$|positions?$|_length$|seq_len": 512,
+    r"hidden_(size|dim)|d_model|n_embd|embed_dim|embedding_(size|dim)|_width$|^dim$|projection_(dim|size)": WIDTH,
+    r"intermediate|ffn|d_ff|mlp_dim|inner|mlp_hidden|feedforward|feed_forward_size": 2 * WIDTH,
+    r"(channels|filters|_dim|_size|_features)$": 2 * WIDTH,
+}
+"""The largest integer of a field, by its name; the first pattern that is found decides."""
 
 
 def _small_list(name: str, values: list[int], tokens: Tokens) -> list[int]:
@@ -160,7 +145,7 @@ def _small_list(name: str, values: list[int], tokens: Tokens) -> list[int]:
     if re.search(r"hidden_sizes|channels|dims?$|embed_dims|widths|stem_dims", name):
         return [value if value <= 4 else max(4, value // 4) for value in values]
     if re.search(r"token_id", name):
-        return [tokens.small(value) for value in values]
+        return [_small_token(value, tokens) for value in values]
     return values
 
 
@@ -173,14 +158,13 @@ def _consistent(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, A
             values[name] = number
     _image(values)
     _outputs(values, config)
-    _layers(values, config, names)
+    _layers(values, config)
     heads = original.get("num_attention_heads")
     if "num_key_value_heads" in names and original.get("num_key_value_heads") in (heads, None):
         values["num_key_value_heads"] = values.get("num_attention_heads", HEADS)
     if "head_dim" in names and original.get("head_dim") is None and "hidden_size" in values:
         values["head_dim"] = values["hidden_size"] // values.get("num_attention_heads", HEADS)
-    _state_space(values)
-    _sections(values, config, names)
+    _sections(values, config)
     return values
 
 
@@ -193,13 +177,13 @@ def _image(values: dict[str, Any]) -> None:
     patch = values.get("patch_size")
     for name in ("image_size", "img_size", "input_size"):
         if isinstance(values.get(name), int) and values[name] >= IMAGE:
-            side = patch if isinstance(patch, int) else 1
+            side = patch or 1
             values[name] = side * max(2, IMAGE // side)
         elif isinstance(values.get(name), (list, tuple)):
             values[name] = type(values[name])(IMAGE for _ in values[name])
 
 
-def _layers(values: dict[str, Any], config: PreTrainedConfig, names: set[str]) -> None:
+def _layers(values: dict[str, Any], config: PreTrainedConfig) -> None:
     """Lists with an item a layer keep one layer of every kind, and the number of layers is theirs."""
     count_name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     count = vars(config).get(count_name)
@@ -208,7 +192,7 @@ def _layers(values: dict[str, Any], config: PreTrainedConfig, names: set[str]) -
     lists = {
         name: value
         for name, value in vars(config).items()
-        if name in names and isinstance(value, (list, tuple)) and len(value) == count
+        if isinstance(value, (list, tuple)) and len(value) == count
     }
     kinds = [tuple(map(str, items)) for items in zip(*lists.values(), strict=True)] if lists else []
     kept = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]][:LAYER_KINDS]
@@ -221,37 +205,23 @@ def _layers(values: dict[str, Any], config: PreTrainedConfig, names: set[str]) -
 def _outputs(values: dict[str, Any], config: PreTrainedConfig) -> None:
     """A backbone gives as many feature maps as before, of the layers that it still has."""
     indices = values.pop("_out_indices", None)
-    values.pop("_out_features", None)
     layers = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    if indices is None or (len(indices) < 2 and max(indices) == len(config.stage_names) - 1):
+    if indices is None:
         return
-    if layers in values and values[layers] != vars(config).get(layers):
-        values[layers] = max(values.get(layers, LAYERS), len(indices))
+    if layers in values:
+        values[layers] = max(values[layers], len(indices))
         indices = [*range(values[layers] + 1)][-len(indices) :]
     values["out_indices"] = [*indices]
 
 
-def _state_space(values: dict[str, Any]) -> None:
-    """Mamba: heads times their width is the expanded width."""
-    for heads, width, expand in (
-        ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
-        ("mamba_num_heads", "mamba_head_dim", "expand"),
-        ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
-        ("num_heads", "head_dim", "expand"),
-    ):
-        if heads in values and width in values and expand in values:
-            values[heads] = values["hidden_size"] * values[expand] // values[width]
-
-
-def _sections(values: dict[str, Any], config: PreTrainedConfig, names: set[str]) -> None:
+def _sections(values: dict[str, Any], config: PreTrainedConfig) -> None:
     """Multimodal rotary embeddings share the frequencies of a head among time, height and width."""
     ignored = getattr(config, "ignore_keys_at_rope_validation", None) or ()
     rope = vars(config).get("rope_parameters") or {}
-    if "rope_parameters" not in names or not rope or "mrope_section" not in {*ignored, *rope}:
+    if not rope or "mrope_section" not in {*ignored, *rope}:
         return
-    head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    head = HEAD_WIDTH
     frequencies = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
     third = frequencies // 3
     sections = {"mrope_section": [frequencies - 2 * third, third, third]}
-    kinds = {kind: {**value, **sections} for kind, value in rope.items() if isinstance(value, Mapping)}
-    values["rope_parameters"] = {**rope, **(kinds or sections)}
+    values["rope_parameters"] = {**rope, **sections}

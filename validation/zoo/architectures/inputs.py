@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.exporters.utils import precompute_export_inputs
 
 from .configs import VOCABULARY
-from .request import GRID, Request, audio_length, dimension, image_size, mel_bins, special_tokens
+from .request import GRID, Request, audio_length, dimension, image_size, special_tokens
 
 Inputs = dict[str, Tensor]
 
@@ -66,7 +66,7 @@ def _wanted(model: nn.Module, parameters: Mapping[str, inspect.Parameter]) -> se
     wanted = required | _WANTED | {main if isinstance(main, str) else "input_ids"}
     if "input_ids" not in parameters and "attention_mask" not in required:
         wanted.discard("attention_mask")
-    if "pixel_values" in parameters and "pixel_values" in wanted:
+    if "pixel_values" in parameters:
         wanted |= _WITH_PIXELS
     return wanted & set(parameters)
 
@@ -110,10 +110,8 @@ def _make(name: str, request: Request) -> Tensor:
         return maker(request)
     shape, kind = request.documented(name)
     sizes = [dimension(part, request) for part in shape]
-    if "Long" in kind or "Int" in kind or name.endswith(("_ids", "mask")):
+    if "Long" in kind or name.endswith(("_ids", "mask")):
         return torch.ones(sizes, dtype=torch.long) if "mask" in name else request.integers(0, 2, *sizes)
-    if "Bool" in kind:
-        return torch.ones(sizes, dtype=torch.bool)
     return request.noise(*sizes)
 
 
@@ -150,8 +148,6 @@ def _pixels(r: Request) -> Tensor:
         shape, _ = r.documented("pixel_values")
     except LookupError:
         shape = ["batch_size", "num_channels", "height", "width"]
-    if len(shape) == 4 and shape[0] == "batch_size":
-        return r.noise(r.batch, r.read("num_channels", "in_channels", default=3), *image_size(r))
     return r.noise(*(dimension(part, r) for part in shape))
 
 
@@ -164,7 +160,10 @@ def _audio(r: Request) -> Tensor:
 
 def _features(r: Request) -> Tensor:
     """Spectrograms: (batch, mel, time) where the length is fixed as in Whisper, else (batch, time, mel)."""
-    mel, time = mel_bins(r), _feature_length(r)
+    mel, time = (
+        r.read("num_mel_bins", "input_feat_per_channel", "feature_size", default=80),
+        _feature_length(r),
+    )
     return r.noise(r.batch, mel, time) if _whisper(r) else r.noise(r.batch, time, mel)
 
 
@@ -193,7 +192,6 @@ _MAKERS: dict[str, Callable[[Request], Tensor]] = {
     "input_features_mask": lambda r: torch.ones(r.batch, _feature_length(r), dtype=torch.long),
     "input_values": _audio,
     # How many patches along a side become one, by image.
-    "image_merge_sizes": lambda r: torch.full((r.batch,), 2),
     "merge_sizes": lambda r: torch.full((r.batch,), 2),
     "pixel_values": _pixels,
     "qformer_input_ids": _tokens,

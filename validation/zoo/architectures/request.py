@@ -29,12 +29,6 @@ class Request:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def sizes(self) -> Mapping[str, Any]:
-        """Sizes of dimensions that an override gives, by the names of the documentation."""
-        sizes: Mapping[str, Any] = self.changes.get("sizes", {})
-        return sizes
-
-    @property
     def config(self) -> Any:
         return self.model.config
 
@@ -42,9 +36,8 @@ class Request:
         return torch.randint(low, high, shape, generator=self.generator)
 
     def noise(self, *shape: int) -> Tensor:
-        """Normal noise in the dtype of the model."""
-        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(dtype)
+        """Normal noise in float32."""
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).float()
 
     def read(self, *names: str, default: Any = None) -> Any:
         """The first of these attributes that the config has, or one of its nested configs."""
@@ -78,8 +71,8 @@ def dimension(name: str | int, request: Request) -> int:
     """The size of a dimension by the name that the documentation gives it."""
     if isinstance(name, int) or name.isdecimal():
         return int(name)
-    if name in request.sizes:
-        return int(request.sizes[name])
+    if name in (sizes := request.changes.get("sizes", {})):
+        return int(sizes[name])
     for pattern, size in _SIZES:
         if re.search(pattern, name):
             return int(size(request))
@@ -94,24 +87,17 @@ _SIZES: tuple[tuple[str, Callable[[Request], Any]], ...] = (
     (r"image_size|^(height|width|frame_size)$", lambda r: image_size(r)[0]),
     (r"^(audio_length|num_samples|time_steps)$", lambda r: audio_length(r)),
     (r"seq|^(episode_length|frames)$", lambda r: r.sequence),
-    (r"^num_channels$", lambda r: r.read("num_channels", "in_channels", default=3)),
+    (r"^num_channels$", lambda r: r.read("num_channels", default=3)),
     (r"^(num|total)_patches$", lambda r: r.batch * GRID * GRID),
     (r"patches", lambda r: GRID * GRID),
     (r"^num_frames$", lambda r: r.read("num_frames", "frames_per_clip", default=2)),
     (r"^(audio_)?channels$", lambda r: r.read("audio_channels", default=1)),
-    (r"^(feature_dim|feature_size|mel_bins|num_banks)$", lambda r: mel_bins(r, "input_dim")),
 )
 """The size of a dimension, by the name that the documentation gives it; the first pattern that is found decides."""
 
 
-def mel_bins(r: Request, *others: str) -> int:
-    """Values of a spectrogram at one time."""
-    names = ("num_mel_bins", "input_feat_per_channel", "feature_size", *others)
-    return int(r.read(*names, default=80))
-
-
 def image_size(r: Request) -> tuple[int, int]:
-    size = r.sizes.get("image_size") or r.read("image_size", "img_size", "input_size", default=IMAGE)
+    size = r.read("image_size", "img_size", "input_size", default=IMAGE)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return int(height), int(width)
 
