@@ -13,7 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from tests.validation.small_workloads import SMALL
-from validation.bench import models, rows, zoo
+from validation.bench import capture, models, rows, zoo
 from validation.bench.__main__ import app
 from validation.bench.engines import AGAIN, EAGER, PRECISIONS, Prepared, eager, engines, tensors
 from validation.bench.models import Workload, fresh, in_float64
@@ -200,3 +200,15 @@ def test_the_page_marks_a_busy_machine_and_counts_what_is_slower_or_has_no_graph
         assert "| all, 1 | eager, again | 1.010 | 0.900 | 0 | 0 |" in text
         assert "| all, 1 | fxopt | 0.900 | 0.900 | 1 | 1 |" in text
         assert "- resnet, fxopt: the graph is slower than eager" in text
+
+
+@pytest.mark.long
+def test_captures_are_timed_by_model_and_by_layers(monkeypatch):
+    monkeypatch.setattr(capture, "SUBJECTS", ("bert",))
+    monkeypatch.setattr(capture, "workload", lambda name: SMALL[name]())
+    monkeypatch.setattr(capture, "llama", lambda layers: SMALL["bert"]())
+    result = CliRunner().invoke(
+        app, ["capture", "--rounds", "1", "--layers", "1,2"], env={"COLUMNS": "200"}, catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    assert result.output.count("dynamic") == 3  # of two models, and a heading

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from .capture import capture
 from .users import users
 from .zoo import zoo
 
@@ -12,10 +13,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.callback()
 def main() -> None:
-    """Measure `fxopt.optimize` beside its peers, and take it through what users do."""
+    """Measure captures and `fxopt.optimize` beside their peers, and take `optimize` through what users do."""
 
 
-for command in (users, zoo):
+for command in (capture, users, zoo):
     app.command()(command)
 
 if __name__ == "__main__":
