@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from fxopt import effects, graph, operators
 from fxopt.operators import Fact
-from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Swap, renamed
-from fxopt.torch_internals import is_erased
+from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Swap
+from fxopt.rewriting.snapshot import Snapshot
+from fxopt.submodules import is_inside
 
 AROUND = 24
 """How many nodes around a site are run with it."""
@@ -47,9 +47,8 @@ class Piece:
         between: the untouched nodes of the core.
 
     Args:
-        graph_module: the module that was changed.
-        nodes: its nodes by name, also those that were erased.
-        readers: the nodes that call or read what is at or below a qualified name.
+        then: the graph module before the changes.
+        nodes: its nodes by name, with those that were created.
         edits: all changes of the site.
         around: whether to look around it.
         whole: whether untouched nodes between changed ones belong to the core, unless others write among them, or
@@ -58,28 +57,28 @@ class Piece:
 
     def __init__(
         self,
-        graph_module: GraphModule,
+        then: Snapshot,
         nodes: Mapping[str, Node],
-        readers: Mapping[str, Sequence[Node]],
         edits: Sequence[Edit],
         *,
         around: bool,
         whole: bool = False,
     ) -> None:
-        self._graph_module, self._nodes = graph_module, nodes
+        self._graph_module, self._nodes, self._then = then.graph_module, nodes, then
+        now = list(self._graph_module.graph.nodes)
+        order_then, order_now = [*then.nodes], [node.name for node in now]
+        self._places = [{name: i for i, name in enumerate(order)} for order in (order_then, order_now)]
         swaps = [edit for edit in edits if isinstance(edit, Swap)]
         self.taken = {path: value for swap in reversed(swaps) for path, value in swap.before.items()}
         self.put = {path: value for swap in swaps for path, value in swap.after.items()}
         changed = [path for path in self.put if self.put[path] is not self.taken[path]]
         redirects = [edit for edit in edits if isinstance(edit, Redirect)]
         core = {edit.name for edit in edits if isinstance(edit, NodeEdit) and (edit.fields or edit.meta)}
-        core |= {node.name for path in changed for node in readers.get(path, ()) if not is_erased(node)}
+        readers = (node for node in now if node.op in ("call_module", "get_attr"))
+        core |= {node.name for node in readers if is_inside(str(node.target), changed)}
         # What took the place of a value may be computed elsewhere, of the same inputs.
         core |= {edit.new for edit in redirects if nodes[edit.new].op != "placeholder"}
         self._core = core
-        order_now = [node.name for node in graph_module.graph.nodes]
-        order_then, self._then = self._as_it_was(edits, order_now)
-        self._places = [{name: i for i, name in enumerate(order)} for order in (order_then, order_now)]
         self.between = self._between(order_now) if whole else set()
         values = (*self.taken.values(), *self.put.values())
         self.changes_mix = any(w is not None for v in values for w in weights_of(v)) or any(
@@ -91,9 +90,7 @@ class Piece:
         present = [nodes[name] for name in order_now if name in core]
         self.mixes = self.changes_mix or any(self._is_mixture(nodes[name]) for name in self.between)
         chosen = core | (self._around(present, order_now, order_then) if around else set())
-        self.before = {
-            name: self._then.get(name) or NodeState.of(nodes[name]) for name in order_then if name in chosen
-        }
+        self.before = {name: then.state(name) for name in order_then if name in chosen}
         self.after = {name: NodeState.of(nodes[name]) for name in order_now if name in chosen}
 
     @property
@@ -168,39 +165,16 @@ class Piece:
         users = {user.name for name in self._core & {*self.after} for user in self._nodes[name].users}
         for name in (users - self._core) | self._redirected:
             now = NodeState.of(self._nodes[name])
-            old_names = self._then.get(name, now).references()
+            old_names = self._then.state(name).references()
             for old, new in zip(old_names, now.references(), strict=True):
                 if old in self._core or new in self._core or old != new:
                     yield Read(name, old, new)
 
-    def _as_it_was(
-        self, edits: Sequence[Edit], order: Sequence[str]
-    ) -> tuple[list[str], dict[str, NodeState]]:
-        """The order of all nodes, and the states of those that were changed, before the edits."""
-        names, then = list(order), dict[str, NodeState]()
-        for edit in reversed(edits):
-            if isinstance(edit, Redirect):
-                for user in edit.users:
-                    then[user] = renamed(
-                        then.get(user) or NodeState.of(self._nodes[user]), edit.new, edit.old
-                    )
-            elif isinstance(edit, NodeEdit) and edit.before is None:
-                names.remove(edit.name)
-                then.pop(edit.name, None)
-            elif isinstance(edit, NodeEdit) and edit.before is not None and edit.after is None:
-                names.insert(names.index(edit.previous) + 1 if edit.previous in names else 0, edit.name)
-                then[edit.name] = edit.before
-            elif isinstance(edit, NodeEdit):
-                state = then.get(edit.name) or NodeState.of(self._nodes[edit.name])
-                fields = {field: getattr(edit.before, field) for field in edit.fields}
-                then[edit.name] = dataclasses.replace(state, **fields)
-        return names, then
-
     def _between(self, order: Sequence[str]) -> set[str]:
         """The untouched nodes by which values of the core flow into the core."""
         inputs = {name: {source.name for source in self._nodes[name].all_input_nodes} for name in order}
-        for name, state in self._then.items():
-            inputs.setdefault(name, set()).update(state.references())
+        for name in self._places[0]:
+            inputs.setdefault(name, set()).update(self._then.state(name).references())
         users = collections.defaultdict[str, set[str]](set)
         for name, sources in inputs.items():
             for source in sources:
@@ -220,9 +194,8 @@ class Piece:
         """The nodes that follow the core, and those before its end that read what the core reads."""
         ends = (max((i for i, name in enumerate(order) if name in self._core), default=0) for order in orders)
         earlier = {name for order, end in zip(orders, ends, strict=True) for name in order[:end]}
-        states = [NodeState.of(node) for node in core] + [
-            self._then[n] for n in self._core if n in self._then
-        ]
+        states = [NodeState.of(node) for node in core]
+        states += [self._then.state(name) for name in self._core if name in self._places[0]]
         inputs = {name for state in states for name in state.references()} - self._core
         pending = collections.deque((node, True) for node in dict.fromkeys((*core, *self._stands_in)))
         pending += [(self._nodes[name], False) for name in sorted(inputs)]

@@ -172,7 +172,7 @@ class Rewrite(Transformation, Generic[S]):
                     nodes = self._rewrite_site(rewriter, site, row)
                 if verify is not False:
                     check_log(self, before, rewriter.log[start:])
-                reason = verifier.difference(rewriter.log[start:], rewriter.made)
+                reason = verifier.difference(rewriter.log[start:], before, rewriter.made)
                 if reason:
                     before.put_back()
                     del rewriter.log[start:]

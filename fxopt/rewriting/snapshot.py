@@ -164,9 +164,9 @@ class Snapshot:
         return {name: value for each in self._modules for name, value in each.held()}
 
     @property
-    def states(self) -> dict[str, NodeState]:
-        """The nodes as data, by name."""
-        return {name: self._state(name) for name in self._rows}
+    def nodes(self) -> dict[str, Node]:
+        """The nodes by name, in order; what was erased since is among them."""
+        return {name: row.node for name, row in self._rows.items()}
 
     def meta(self, name: str) -> Mapping[str, Any]:
         """The metadata that the node of this name had; empty if there was none."""
@@ -191,10 +191,10 @@ class Snapshot:
             NodeEdit(name, before, after, meta=row.meta)
             for name, row in self._rows.items()
             if name in now and not (row.node is now[name] and row.is_unchanged())
-            if (before := self._state(name)).differs(after := NodeState.of(now[name]))
+            if (before := self.state(name)).differs(after := NodeState.of(now[name]))
         ]
         erased = [
-            NodeEdit(name, self._state(name), None, previous, self._rows[name].meta)
+            NodeEdit(name, self.state(name), None, previous, self._rows[name].meta)
             for previous, name in itertools.pairwise(["root", *self._rows])
             if name not in now
         ]
@@ -226,17 +226,17 @@ class Snapshot:
         logged = dict[str, NodeState | None]()
         for edit in log:
             if isinstance(edit, NodeEdit):
-                known = logged.get(edit.name) or (self._state(edit.name) if edit.name in self._rows else None)
+                known = logged.get(edit.name) or (self.state(edit.name) if edit.name in self._rows else None)
                 if edit.before and known and (fields := known.differs(edit.before)):
                     return f"{' and '.join(fields)} of the node {edit.name}"
                 logged[edit.name] = edit.after
             elif isinstance(edit, Redirect):
                 for user in edit.users:
-                    state = logged[user] if user in logged else self._state(user)
+                    state = logged[user] if user in logged else self.state(user)
                     logged[user] = state and renamed(state, edit.old, edit.new)
         found = {edit.name: edit.after for edit in self._node_edits(self.graph_module)}
         for name in found | logged:
-            before = self._state(name) if name in self._rows else None
+            before = self.state(name) if name in self._rows else None
             node, told = found.get(name, before), logged.get(name, before)
             if node is None or told is None:
                 if node is not told:
@@ -308,7 +308,8 @@ class Snapshot:
         with self._graph.inserting_before(root_of(self._graph)):
             return self._graph.create_node(row.op, row.target, (), {}, row.name)
 
-    def _state(self, name: str) -> NodeState:
+    def state(self, name: str) -> NodeState:
+        """The node of this name as data."""
         row = self._rows[name]
         named: Any = lambda node: Reference(self._names.get(node, node.name))  # noqa: E731
         return NodeState(row.op, row.target, map_arg(row.args, named), map_arg(row.kwargs, named))

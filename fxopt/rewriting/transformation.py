@@ -117,8 +117,8 @@ class Transformation(abc.ABC):
             if result is not graph_module:
                 verifier.unverified[repr(self)] = "it gives another graph module"
             elif edits:
-                verifier.enter(result.graph.nodes)
-                reason = verifier.difference(edits, {node.name: node for node in result.graph.nodes})
+                made = {node.name: node for node in result.graph.nodes}
+                reason = verifier.difference(edits, attempt.snapshot, made)
             if reason:
                 attempt.take_back()
                 warnings.warn(f"{self!r} was taken back: {reason}", VerificationWarning, 3)

@@ -161,7 +161,7 @@ def _check_exact(
     pass_: Any, attempt: Attempt, result: GraphModule, undone: Sequence[Step], steps: Sequence[Step]
 ) -> None:
     """Raise an UndoError if a hand-written `reverse` gives back another graph than there was."""
-    nodes = attempt.snapshot.states
+    nodes = {name: attempt.snapshot.state(name) for name in attempt.snapshot.nodes}
     for step in reversed(undone):
         if step.edits is None:
             return

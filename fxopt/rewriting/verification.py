@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,10 @@ from fxopt.errors import PassError
 from fxopt.float64 import wide_dtype
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
-from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Reference
+from fxopt.rewriting.edits import Edit, NodeState, Reference
 from fxopt.rewriting.piece import Piece, Read, weights_of
 from fxopt.rewriting.random_inputs import Numbers, number_of
+from fxopt.rewriting.snapshot import Snapshot
 from fxopt.submodules import attribute, prefixes, sharing_copy
 from fxopt.torch_internals import FakeTensorMode, is_erased, pytree
 
@@ -63,16 +64,15 @@ class Verifier:
             return
         self._graph_module = graph_module
         self._values = _described(graph_module, verify) if isinstance(verify, tuple) else {}
-        self._nodes: dict[str, Node] = {}
-        self._readers: dict[str, list[Node]] = {}
+        self._nodes: Mapping[str, Node] = {}
         self._constants = constants_of(GraphIndex(graph_module))
-        self.enter(graph_module.graph.nodes)
 
-    def difference(self, edits: Sequence[Edit], made: Mapping[str, Node]) -> str | None:
+    def difference(self, edits: Sequence[Edit], before: Snapshot, made: Mapping[str, Node]) -> str | None:
         """Compare a site before and after its changes.
 
         Args:
             edits: all changes of the site, with the objects that were swapped.
+            before: the graph module before them.
             made: the nodes that were created, by name.
 
         Returns:
@@ -82,32 +82,23 @@ class Verifier:
             return None
         if not self._preserves and self._tolerance is None:
             self.unverified[""] = "it states neither `preserves_computation = True` nor a `tolerance`"
-        self.enter(made[e.name] for e in edits if isinstance(e, NodeEdit) and e.before is None)
+        self._nodes = {**before.nodes, **made}
         try:
-            piece = self._piece(edits)
+            piece = self._piece(edits, before)
             reason = _thawed(piece) if self._preserves else None
             reason = reason or self._compared(piece)
         except _CannotRun as error:
             self.unverified[graph.place(error.node) if error.node else ""] = str(error)
             return None
         # A changed node may make up for another by way of nodes that nobody changed.
-        whole = self._piece(edits, whole=True) if reason else None
+        whole = self._piece(edits, before, whole=True) if reason else None
         if whole and whole.between:
             with contextlib.suppress(_CannotRun):
                 return self._compared(whole)
         return reason
 
-    def _piece(self, edits: Sequence[Edit], *, whole: bool = False) -> Piece:
-        around = self._preserves
-        return Piece(self._graph_module, self._nodes, self._readers, edits, around=around, whole=whole)
-
-    def enter(self, nodes: Iterable[Node]) -> None:
-        """Take note of nodes that the graph has now."""
-        for node in nodes if self._verify is not False else ():
-            self._nodes[node.name] = node
-            if node.op in ("call_module", "get_attr"):
-                for prefix in prefixes(str(node.target)):
-                    self._readers.setdefault(prefix, []).append(node)
+    def _piece(self, edits: Sequence[Edit], before: Snapshot, *, whole: bool = False) -> Piece:
+        return Piece(before, self._nodes, edits, around=self._preserves, whole=whole)
 
     def _compared(self, piece: Piece) -> str | None:
         dtype, even = torch.float64 if self._preserves else None, not self._preserves
