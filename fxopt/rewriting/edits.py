@@ -156,27 +156,25 @@ class Swapped:
         restore: makes what stood there before; None where undo is left to a hand-written `reverse`.
         training: the training flag of the graph module.
         made_by: the provenance of the modules that stood there, where they have one.
-        ties: the tensors of what stood there that were also at another qualified name, with that name.
     """
 
     left: Mapping[str, Left | None]
     restore: Restore | None
     training: bool
-    ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
     made_by: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
 Edit = NodeEdit | Redirect | Swap | Swapped
 
 
-def as_data(edit: Edit, keep: bool = True, ties: Mapping[str, str] | None = None) -> Edit:
+def as_data(edit: Edit, keep: bool = True) -> Edit:
     """A change without objects; where `keep` is off, also without what undo needs of them."""
     if not isinstance(edit, Swap):
         return edit
     restore = (edit.restore or Keep.of(edit.before, edit.after)) if keep else None
     left = {path: None if value is None else Left.of(value) for path, value in edit.after.items()}
     made_by = {path: found for path, value in edit.before.items() if (found := provenance(value))}
-    return Swapped(left, restore, edit.training, ties or {}, made_by)
+    return Swapped(left, restore, edit.training, made_by)
 
 
 def renamed(state: NodeState, old: str, new: str) -> NodeState:
@@ -223,8 +221,6 @@ class _Touched:
                 for path in edit.left if isinstance(edit, Swapped) else edit.after:
                     self.sets.add((path, "module"))
                     self.shifts.update((prefix, "part") for prefix in prefixes(path))
-                for other in edit.ties.values() if isinstance(edit, Swapped) else ():
-                    self.needs.update((prefix, "module") for prefix in prefixes(other))
         self.needs -= self.sets
 
     def _enter(self, edit: NodeEdit) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from fxopt import graph, submodules
@@ -106,7 +104,6 @@ def _restore(graph_module: GraphModule, edit: Swapped) -> set[str]:
     assert edit.restore is not None
     left_behind = {path: left for path, left in edit.left.items() if left is not None}
     restored = dict(edit.restore({path: now[path] for path in left_behind}, left_behind))
-    _tie(graph_module, restored, edit.ties)
     for path, value in restored.items():
         if isinstance(value, nn.Module):
             value.__dict__.pop(PROVENANCE, None)
@@ -118,23 +115,6 @@ def _restore(graph_module: GraphModule, edit: Swapped) -> set[str]:
             if was != is_now:
                 value.train(is_now)
     return submodules.place_all(graph_module, {**dict.fromkeys(edit.left), **restored})
-
-
-def _tie(graph_module: GraphModule, restored: dict[str, Any], ties: Mapping[str, str]) -> None:
-    """Make tensors that are to be put back the ones that are at other names, which they were before."""
-    for name, other in ties.items():
-        path = next(prefix for prefix in submodules.prefixes(name) if prefix in restored)
-        mine = dict(submodules.tensors_of({path: restored[path]}))[name]
-        tensor = submodules.find(graph_module, other)
-        if not isinstance(tensor, Tensor) or tensor.shape != mine.shape or not torch.equal(tensor, mine):
-            raise UndoError(
-                f"{name} was the same tensor as {other}, and the two have other values now. Make them equal again first"
-            )
-        if path == name:
-            restored[path] = tensor
-        else:
-            owner, _ = submodules.split_path(name[len(path) + 1 :])
-            submodules.place(submodules.module_at(restored[path], owner), name, tensor)
 
 
 def _changed(what: str, node: Node | None = None) -> UndoError:

@@ -129,6 +129,11 @@ class Rewrite(Transformation, Generic[S]):
                 raise PassError(
                     f"apply of {self!r} changed its signature; keep results out of its attributes"
                 )
+            if self.reversible and (names := attempt.snapshot.parted()):
+                raise PassError(
+                    f"apply of {self!r} parts {' and '.join(names)}, which are one tensor: give all of them one new tensor, "
+                    "or refuse layers with shared weights, as GraphIndex.obstacle does"
+                )
             check_promise(self, graph_module, attempt.snapshot.steps)
             marked = [node for node in dict.fromkeys(nodes) if not is_erased(node)]
             for node in marked:
@@ -138,10 +143,7 @@ class Rewrite(Transformation, Generic[S]):
                     self,
                     [node.name for node in marked],
                     sites=len(explanation.sites),
-                    edits=tuple(
-                        as_data(edit, self.reversible, ties)
-                        for edit, ties in zip(rewriter.log, attempt.snapshot.ties(rewriter.log), strict=True)
-                    ),
+                    edits=tuple(as_data(edit, self.reversible) for edit in rewriter.log),
                     before=attempt.fingerprint,
                     after=fingerprint(graph_module),
                     by_hand=False,

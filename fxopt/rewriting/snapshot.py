@@ -17,7 +17,7 @@ from fxopt.graph import free_name
 from fxopt.memory import storage_of
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Reference, Swap, renamed
 from fxopt.rewriting.record import RECORD, PassRecord, orders_of, set_steps, steps_of
-from fxopt.submodules import find, is_inside, tensors_of
+from fxopt.submodules import find, is_inside
 from fxopt.torch_internals import (
     BUFFERS,
     MODULES,
@@ -200,26 +200,15 @@ class Snapshot:
         ]
         return [*new, *changed, *reversed(erased)]
 
-    def ties(self, log: Sequence[Edit]) -> list[dict[str, str]]:
-        """For each change, the tensors that it took away which were at another name, too, with the first name that stays.
-
-        Undo takes later changes back before, so that the name may be among what these took away.
-        """
+    def parted(self) -> list[str]:
+        """Names of one tensor that are no names of one tensor any more; empty if all ties are as they were."""
         names = dict[int, list[str]]()
         for path, value in self.held.items():
             if isinstance(value, Tensor):
                 names.setdefault(id(value), []).append(path)
-        names = {identity: places for identity, places in names.items() if len(places) > 1}
-        found, taken = list[dict[str, str]](), set[str]()
-        for edit in log if names else ():
-            swapped = edit.before if isinstance(edit, Swap) else {}
-            taken |= {*swapped}
-            before = {path: value for path, value in swapped.items() if value is not None}
-            found.append({})
-            for name, tensor in tensors_of(before):
-                other = next((n for n in names.get(id(tensor), ()) if not is_inside(n, taken)), None)
-                found[-1] |= {name: other} if other else {}
-        return found or [{} for _ in log]
+        groups = [group for group in names.values() if len(group) > 1]
+        now = Snapshot(self.graph_module).held if groups else {}
+        return next((group for group in groups if len({id(now.get(path)) for path in group}) > 1), [])
 
     def past(self, log: Sequence[Edit]) -> str | None:
         """Name a change since that is not in the log of a rewriter; None if all changes are."""
