@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,30 +31,6 @@ def layout_obstacle(index: GraphIndex, value: Node, width: int | None) -> str | 
             known = operators.is_known_function(user.target) or operators.is_container(user.target)
             if user.op == "call_function" and not known:
                 return f"{user.name} ({name}) is a function whose use of the memory layout is unknown"
-    return None
-
-
-def write_obstacle(index: GraphIndex, value: Node, others: Iterable[Node]) -> str | None:
-    """Name a write into `value` that is not safe when that is a slice beside `others`; `None` if there is none.
-
-    A write of elements stays in its slice. Autograd counts it as a write into all of them, though, so that it must
-    come before the others are used; and it must be seen by the same views, where some are copies of a slice.
-    """
-    writers = index.memory.writers(value)
-    if not writers:
-        return None
-    copies = [alias for alias in index.memory.aliases(value) if Fact.COPIES in facts_of(alias)]
-    uses = (index.position[user] for other in others for user in other.users)
-    first = min(uses, default=len(index.nodes))
-    for writer in writers:
-        module = index.module(writer) if writer.op == "call_module" else None
-        fills = graph.function_name(writer).strip("_") in ("setitem", "fill", "zero")
-        if not fills and Fact.ELEMENTWISE not in facts_of(writer, module):
-            return f"{writer.name} may write into its output, which becomes a part of a larger tensor"
-        if copies:
-            return f"{writer.name} writes into its output, of which {copies[0].name} may be a view or a copy"
-        if index.position[writer] >= first:
-            return f"{writer.name} writes into its output after that of another layer of the group is used"
     return None
 
 

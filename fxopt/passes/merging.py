@@ -17,7 +17,7 @@ from fxopt import graph, submodules
 from fxopt.errors import UndoError
 from fxopt.graph_index import GraphIndex
 from fxopt.obstacles.scaling import channel_dimension
-from fxopt.obstacles.slicing import layout_obstacle, write_obstacle
+from fxopt.obstacles.slicing import layout_obstacle
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
@@ -85,7 +85,10 @@ def _obstacle(index: GraphIndex, call: Node) -> str | None:
     layer: Any = index.module(call)
     if getattr(layer, "groups", 1) != 1:
         return f"it has {layer.groups} groups, of which each would take other channels"
-    return layout_obstacle(index, call, layer.out_features if isinstance(layer, nn.Linear) else None)
+    reason = layout_obstacle(index, call, layer.out_features if isinstance(layer, nn.Linear) else None)
+    if reason is None and (writer := index.memory.written(call)):
+        return f"{writer.name} may write into its output, which becomes a part of a larger tensor"
+    return reason
 
 
 def _groups(index: GraphIndex, value: Node, calls: list[Node]) -> Iterator[LayerGroup | Refusal]:
@@ -95,13 +98,10 @@ def _groups(index: GraphIndex, value: Node, calls: list[Node]) -> Iterator[Layer
     if write:
         alone = f"a write or side effect stands between it and the others on the same input: {write}"
     for run in index.memory.runs(calls, value):
-        written = {call: write_obstacle(index, call, {*run} - {call}) for call in run if len(run) > 1}
-        yield from (Refusal(call, reason) for call, reason in written.items() if reason)
-        kept = [call for call in run if not written.get(call)]
-        if len(kept) > 1:
-            yield LayerGroup(kept[0], tuple(kept), value)
+        if len(run) > 1:
+            yield LayerGroup(run[0], tuple(run), value)
         else:
-            yield from (Refusal(call, alone) for call in kept)
+            yield from (Refusal(call, alone) for call in run)
 
 
 def _kind(layer: nn.Module) -> object:

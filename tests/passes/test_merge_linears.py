@@ -183,8 +183,8 @@ def test_a_write_elsewhere_does_not():
         (lambda m, x: (in_order(m.q(x)), m.k(x)), "a function whose use of the memory layout is unknown"),
         (lambda m, x: (m.q(x).resize_(3, 8), m.k(x)), "may write into its output"),
         (lambda m, x: (m.q(x).squeeze_(), m.k(x)), "may write into its output"),
-        (lambda m, x: written_late(m.q(x), m.k(x)), "writes into its output after that of another layer"),
-        (lambda m, x: written_late(m.q(x).transpose(0, 1), m.k(x)), "writes into its output after"),
+        (lambda m, x: (m.q(x).mul_(3), m.k(x)), "may write into its output"),
+        (lambda m, x: (m.q(x).transpose(0, 1).add_(1), m.k(x)), "may write into its output"),
     ],
 )
 def test_outputs_that_must_be_contiguous_or_are_written(use, reason):
@@ -230,37 +230,11 @@ def test_a_module_that_may_need_contiguous_memory():
     )
 
 
-def written_late(q, k):
-    """Autograd counts a write into one part of a tensor as one into all: what it kept of `k` would be of no use."""
-    k = k.sigmoid() * k
-    return q.mul_(2), k
-
-
 def test_undo_gives_transposed_weights_their_strides():
     model = Heads()
     model.k.weight = nn.Parameter(torch.randn(8, 8).t())
     after = rewritten(MergeLinears(), model, X, sites=1)
     assert MergeLinears()(after, reverse=True).k.weight.stride() == (1, 8)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda m, x: (m.q(x).mul_(3), m.k(x)),
-        lambda m, x: (m.q(x).relu_().sigmoid() * m.k(x).sigmoid(),),
-        lambda m, x: (m.act(m.q(x)), m.k(x).tanh()),
-        lambda m, x: (m.q(x).transpose(0, 1).add_(1), m.k(x)),
-    ],
-)
-def test_a_write_into_one_slice_before_the_others_are_used(use):
-    model = Heads(use, width=(8, 8, 8))
-    model.act = nn.ReLU(inplace=True)
-    after = rewritten(MergeLinears(), model, X, sites=1, training=True)
-    x = X.clone().requires_grad_()
-    sum(out.pow(2).sum() for out in after(x)).backward()
-    eager = X.clone().requires_grad_()
-    sum(out.pow(2).sum() for out in model(eager)).backward()
-    torch.testing.assert_close(x.grad, eager.grad)
 
 
 def test_layers_with_the_name_of_a_function():
