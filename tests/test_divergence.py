@@ -24,7 +24,7 @@ from fxopt import (
     compose,
 )
 from fxopt.rewriting.chosen_sites import AtSites
-from fxopt.testing import Oracle, assert_equivalent, find_culprit, first_divergence, minified, randomise
+from fxopt.testing import Oracle, assert_equivalent, find_culprit, first_divergence, randomise
 from tests.validation.wrong_passes import Deep, ForgetsBias, Parts, Wrong
 
 AT = {
@@ -244,22 +244,6 @@ def test_a_pass_that_raises_is_found(deep: tuple[Oracle, GraphModule]) -> None:
     assert found is not None
     assert found.reason == "ZeroDivisionError: in vain"
     assert found.sites == ("_8",)
-
-
-def test_the_smallest_wrong_part_is_the_wrong_site(deep: tuple[Oracle, GraphModule]) -> None:
-    _, graph = deep
-    found = minified(graph, [MergeLinears(), ForgetsBias(of=("8",))], [x(5, 6).double()])
-    assert found is not None
-    small, (value,) = found
-    assert [str(node) for node in small.graph.nodes] == ["_7", "_8", "output"]
-    assert value.shape == (5, 6)
-    assert len(graph.graph.nodes) == 29
-    assert minified(graph, [MergeLinears(), FuseBiasInLinear()], [x(5, 6).double()]) is None
-
-
-def test_inputs_on_which_the_graph_itself_fails_are_no_right_ones(deep: tuple[Oracle, GraphModule]) -> None:
-    with pytest.raises(RuntimeError, match="dtype"):
-        minified(deep[1], [ForgetsBias(of=("8",))], [x(5, 6)])
 
 
 def test_what_is_no_graph_has_no_nodes_to_compare() -> None:

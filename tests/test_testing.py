@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.testing import Oracle, assert_equivalent, assert_round_trip, compare, leaves, minified, randomise
+from fxopt.testing import Oracle, assert_equivalent, assert_round_trip, compare, leaves, randomise
 
 X = torch.randn(3, 4)
 
@@ -68,8 +68,6 @@ def test_inputs_of_another_kind_are_refused(inputs, error):
     ):
         with pytest.raises(TypeError, match=error):
             judge(*inputs)
-    with pytest.raises(TypeError, match=error):
-        minified(torch.fx.symbolic_trace(layer), [], *inputs)
 
 
 def test_a_function_is_no_candidate():

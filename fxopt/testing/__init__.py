@@ -9,7 +9,6 @@ from fxopt.outputs import leaves
 from fxopt.testing.assertions import Equivalence, assert_equivalent, first_divergence
 from fxopt.testing.culprit import Culprit, find_culprit
 from fxopt.testing.divergence import Divergence
-from fxopt.testing.minified import minified
 from fxopt.testing.oracle import RTOL_FLOAT64, Oracle
 from fxopt.testing.random_values import randomise
 from fxopt.testing.round_trips import assert_round_trip
@@ -31,7 +30,6 @@ __all__ = [
     "first_divergence",
     "in_float64",
     "leaves",
-    "minified",
     "randomise",
     "ulps",
 ]
