@@ -27,19 +27,21 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
 
     A model without a graph passes, since it computes what the model computes; its reason says why there is none.
     """
-    precision, dtype = OPTIMIZED[pipeline[0]], subject.own
+    options, dtype = OPTIMIZED[pipeline[0]], subject.own
+    precision = options.get("precision", "float32")
     model, inputs = subject.model(dtype).eval(), subject.inputs(dtype)
     measured = {"cosine": 1.0, "relative_error": 0.0, "tolerance": MOST_ERROR[precision]}
     with subject.entering("optimize"), timing() as others, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)  # the reason says the same
-        fast: Any = fxopt.optimize(model, kwargs=inputs, precision=precision)
+        fast: Any = fxopt.optimize(model, kwargs=inputs, **options)
         report = fast.report[-1]
         for given in (inputs, {name: value.flip(0) for name, value in inputs.items()}):
             expected, actual = subject.run(model, dtype, given), subject.run(fast, dtype, given)
             compare(expected, actual)  # raises where the structures differ
             measured["cosine"] = min(measured["cosine"], cosine_similarity(expected, actual))
             measured["relative_error"] = max(measured["relative_error"], norm_error(expected, actual))
-    if said := report.reason or report.unused or "":
+    unfit = "; ".join(f"{name} is not used: {why}" for name, why in report.engines.items())
+    if said := report.reason or report.unused or unfit:
         subject.facts[EAGER] = said
     # Where the graph is not used, the model itself runs.
     measured["latency_ratio"] = 1.0 if report.reason or not report.speedup else 1 / report.speedup

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fxopt.rewriting.transformation import Transformation
 
@@ -20,13 +21,19 @@ EXACT = "exact"
 """The part of it that preserves the computation."""
 
 
-OPTIMIZED = {"optimize": "float32", "optimize_bfloat16": "bfloat16", "optimize_int8": "int8"}
-"""The pipelines that are `fxopt.optimize` in each precision, on the CPU."""
+OPTIMIZED: Mapping[str, Mapping[str, Any]] = {
+    "optimize": {},
+    "optimize_bfloat16": {"precision": "bfloat16"},
+    "optimize_int8": {"precision": "int8"},
+    "optimize_inductor": {"engine": "inductor"},
+    "optimize_openvino": {"engine": "openvino"},
+}
+"""The pipelines that are `fxopt.optimize` with these options, on the CPU: in each precision, and by each engine."""
 
 
 def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Sequence[str]) -> list[Case]:
     """Every case: each model alone, beside its graph, × each pass, × each ordered pair of passes that have sites in it (but in a
-    large model), × the full pipelines `all` and `exact`, those that the zoo names, and `fxopt.optimize` in each precision; on each device. Those of a sweep, of which there are hundreds, go through each
+    large model), × the full pipelines `all` and `exact`, those that the zoo names, and `fxopt.optimize` in each precision and by each engine; on each device. Those of a sweep, of which there are hundreds, go through each
     pass alone, and are not timed.
 
     A pass that is recorded with no sites is planned for its effect alone: that it finds nothing. A pass for
