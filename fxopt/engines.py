@@ -20,10 +20,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxopt import effects, graph, objects
 from fxopt.capture import TracedModule
+from fxopt.compare import norm_error, unlike
 from fxopt.errors import FallbackWarning
 from fxopt.graph_index import GraphIndex
-from fxopt.operators import Fact, facts_of, is_write_name
+from fxopt.operators import Fact, facts_of
 from fxopt.submodules import sharing_copy
+from fxopt.torch_internals import frozen
 
 Function = Callable[..., Any]
 
@@ -31,6 +33,8 @@ TORCH, AUTO = "torch", "auto"
 """The names for torch's own operators, and for the fastest of all engines."""
 
 _NAME = "fxopt_engine"
+_MOST_NUMBER = 2**31 - 1
+_MOST_ERROR = 0.02  # relative to an output, in bfloat16, too: how exact it is is judged elsewhere
 
 
 class Unfit(Exception):
@@ -50,7 +54,8 @@ class Engine(nn.Module):
     def __init__(self, name: str, body: GraphModule) -> None:
         super().__init__()
         self.name, self.body, self.in_use = name, body, False
-        self._make, self._moves = ENGINES[name]
+        self._make, moves = ENGINES[name]
+        self._moves = moves and not any(tensor.is_cuda for tensor in body.parameters())
         self._run: Function | None = None
         self._owner = _owner(self._moves)
 
@@ -65,8 +70,10 @@ class Engine(nn.Module):
         except Exception as error:
             if not self.in_use:
                 raise
-            text = f"{self.name} failed, and torch computes the call: {in_one_line(error)}"
-            warnings.warn(text, FallbackWarning, 2)
+            if not isinstance(error, Unfit):  # it would fail again
+                self._run = self.body
+            reason = str(error) if isinstance(error, Unfit) else in_one_line(error)
+            warnings.warn(f"torch computes a call in the place of {self.name}: {reason}", FallbackWarning, 2)
             return self.body(*inputs)
 
 
@@ -98,8 +105,11 @@ def with_engine(traced: TracedModule, name: str) -> tuple[TracedModule, Engine]:
     """
     index = GraphIndex(traced)
     body, late = _cut(index)
-    outputs = _outputs(index, body, late)
+    outputs, seen = _outputs(body, late)
     inputs = [*dict.fromkeys(v for n in body for v in n.all_input_nodes if v not in body)]
+    if not inputs or not outputs:
+        raise Unfit("the graph computes no tensor of its inputs alone")
+    _check_writes(index, body.keys() - seen)
     engine = Engine(name, _body(traced, body, inputs, outputs))
     _check(engine.body)
     made: Any = sharing_copy(traced)
@@ -109,17 +119,17 @@ def with_engine(traced: TracedModule, name: str) -> tuple[TracedModule, Engine]:
     return made, engine
 
 
-def _cut(index: GraphIndex) -> tuple[Collection[Node], Collection[Node]]:
+def _cut(index: GraphIndex) -> tuple[dict[Node, None], dict[Node, None]]:
     """The nodes of the body, and those that need it and do not belong to it."""
     body: dict[Node, None] = {}
     late: dict[Node, None] = {}
     for node in index.nodes:
-        given = node.all_input_nodes
+        given, value = node.all_input_nodes, _value(node)
         if node.op == "placeholder" or node is index.guard:
             continue
         takes = all(n in body or isinstance(graph.value_of(n), Tensor) for n in given)
-        on_objects = getattr(node.target, "__module__", "") == objects.__name__
-        makes = _is_plain(_value(node)) and node.op != "output" and not on_objects
+        writes = value is None and bool(index.memory.written_by(node))
+        makes = (_is_plain(value) or writes) and node.op != "output" and not _is_on_objects(node)
         if takes and makes and not any(n in late for n in given):
             body[node] = None
         elif any(n in body or n in late for n in given) or node.op == "output":
@@ -127,28 +137,41 @@ def _cut(index: GraphIndex) -> tuple[Collection[Node], Collection[Node]]:
     return body, late
 
 
-def _outputs(index: GraphIndex, body: Collection[Node], late: Collection[Node]) -> list[Node]:
-    """The tensors that pass the border; attributes, numbers and views are made again behind it."""
+def _outputs(body: Collection[Node], late: Collection[Node]) -> tuple[list[Node], set[Node]]:
+    """The tensors that pass the border, and all of the body that is seen behind it.
+
+    Attributes, numbers, views and constants are made again there: an engine would hand out its own memory for a constant.
+    """
+    varying: set[Node] = set()
+    for node in body:
+        if any(n in varying or n not in body for n in node.all_input_nodes):
+            varying.add(node)
     needed = [n for node in late for n in node.all_input_nodes]
-    found: dict[Node, None] = {}
+    seen: set[Node] = set()
+    found: set[Node] = set()
     for node in needed:
-        if node in body and node not in found:
-            made_by = _of_several(node)
-            is_view = Fact.VIEW in facts_of(made_by) and not index.memory.written(node)
-            if _is_in_place(node):
-                needed.append(node.all_input_nodes[0])
-            elif is_view or node.op == "get_attr" or not isinstance(graph.value_of(node), Tensor):
+        if node in body and node not in seen:
+            seen.add(node)
+            is_view = Fact.VIEW in facts_of(_of_several(node))
+            if is_view or node not in varying or not isinstance(graph.value_of(node), Tensor):
                 needed += node.all_input_nodes
             else:
-                found[node] = None
-    return [node for node in body if node in found]
+                found.add(node)
+    return [node for node in body if node in found], seen
 
 
-def _is_in_place(node: Node) -> bool:
-    """Tell whether a node writes into its first input and returns that."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    called = node.op in ("call_method", "call_function")
-    return called and is_write_name(name) and isinstance(graph.value_of(node), Tensor)
+def _check_writes(index: GraphIndex, inside: Collection[Node]) -> None:
+    """Raise Unfit unless memory that is written is read inside of the body alone: the parts of a graph do not run in its order."""
+    for node in index.nodes:
+        for value in () if _is_on_objects(node) else index.memory.written_by(node) or ():
+            aliases = index.memory.aliases(value)
+            outside = next((n for n in aliases if n not in inside or n.op == "get_attr"), None)
+            if outside:
+                raise Unfit(f"{node.name} may write into {outside.name}, at {graph.place(node)}")
+
+
+def _is_on_objects(node: Node) -> bool:
+    return getattr(node.target, "__module__", "") == objects.__name__
 
 
 def _of_several(node: Node) -> Node:
@@ -160,7 +183,7 @@ def _of_several(node: Node) -> Node:
 
 
 def _value(node: Node) -> Any:
-    """What a node returns; a capture describes no tuple inside of a tuple."""
+    """The result of a node; a capture describes no tuple inside of a tuple."""
     value = graph.value_of(node)
     if value is None and node.target is operator.getitem and isinstance(node.args[0], Node):
         source, place = _value(node.args[0]), cast(int, node.args[1])
@@ -180,19 +203,15 @@ def _check(body: GraphModule) -> None:
     index = GraphIndex(body)
     memory, inputs = index.memory, body.graph.find_nodes(op="placeholder")
     outputs: Any = body.graph.output_node().args[0]
-    if not outputs:
-        raise Unfit("the graph computes no tensor from tensors alone")
+    if any(tensor.is_inference() for tensor in (*body.parameters(), *body.buffers())):
+        raise Unfit("a weight was made under inference_mode: nobody notices what is written into it")
     for node in index.nodes:
         if effects.only_checks(node) or memory.written_by(node) is None:
             raise Unfit(f"{node.name} checks a value, or has another effect, at {graph.place(node)}")
-        if node.op in ("placeholder", "get_attr", "call_module"):
-            module = index.module(node) if node.op == "call_module" else None
-            writer = memory.writer_of(module) if module else memory.written(node)
-            if writer:
-                raise Unfit(f"{writer.name} may write into {node.target}, at {graph.place(writer)}")
-    for (
-        node
-    ) in outputs:  # two results of one operator have memory of their own: views are made behind the border
+        if node.op == "call_module" and memory.writer_of(index.module(node)):
+            raise Unfit(f"{node.name} may write into its layer, at {graph.place(node)}")
+    for node in outputs:
+        # Two results of one operator have memory of their own: their views are made behind the border.
         others = (n for n in (*inputs, *outputs) if n is not node and _of_several(n) is not _of_several(node))
         shared = next((n for n in others if memory.may_alias(n, node)), None)
         if shared:
@@ -222,7 +241,9 @@ def _body(
 
 def _without_empty(node: Node, known: Mapping[Node, Any]) -> None:
     """Leave out what `torch.cat` leaves out, an empty vector, with which caches begin: OpenVINO does not know this rule."""
-    value, parts = graph.value_of(node), cast(Any, node.args[0])
+    value, parts = graph.value_of(node), cast(Any, node.args[0] if node.args else ())
+    if not isinstance(parts, tuple | list):
+        return
     empty = [graph.value_of(n).shape == (0,) and graph.value_of(n).dtype is value.dtype for n in parts]
     if value.dim() > 1 and not all(empty):
         kept = [known[each] for each, drop in zip(parts, empty, strict=True) if not drop]
@@ -239,8 +260,8 @@ def _around(
     made, known = Graph(), dict[Node, Node]()
 
     def of(node: Node) -> Node:
-        if node not in known:  # an attribute, a number or a view of the body
-            known[node] = of(node.all_input_nodes[0]) if _is_in_place(node) else made.node_copy(node, of)
+        if node not in known:  # an attribute, a number, a view or a constant of the body
+            known[node] = made.node_copy(node, of)
         return known[node]
 
     for node in old.nodes:
@@ -261,20 +282,27 @@ def _item(values: tuple[Tensor, ...], number: int) -> Tensor:
 
 def _inductor(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
     """torch.compile with frozen weights: the graph has checked the inputs, and `optimize` watches the weights."""
-    import torch._inductor.config  # takes a tenth of a second
-
-    free, compiler, config = (
-        _has_free_sizes(body),
-        cast(Any, torch.compiler),
-        cast(Any, torch._inductor.config),
-    )
-    recorded = inputs[0].is_cuda and not free
-    modules, all_else = compiler.skip_guard_on_all_nn_modules_unsafe, compiler.keep_tensor_guards_unsafe
-    options = {"guard_filter_fn": modules if free else all_else, "triton.cudagraphs": recorded}
+    free, compiler = _has_free_sizes(body), cast(Any, torch.compiler)
+    recorded, strides = inputs[0].is_cuda and not free, [tensor.stride() for tensor in inputs]
+    needless = compiler.skip_guard_on_all_nn_modules_unsafe if free else compiler.skip_all_guards_unsafe
+    options = {"guard_filter_fn": needless, "triton.cudagraphs": recorded}
     made = torch.compile(body, fullgraph=True, dynamic=free, options=options)
-    with config.patch(freezing=True):  # which torch.compile does not read from its options
-        made(*inputs)
-    return _copied(made) if recorded else made
+
+    def run(*inputs: Tensor) -> Any:
+        if free:  # a size of 0 or 1 may be compiled for itself
+            with frozen():
+                return made(*(tensor.contiguous() for tensor in inputs))
+        return made(*map(_with_strides, inputs, strides))
+
+    with frozen():  # which torch.compile does not read from its options
+        run(*inputs)
+    return _copied(run) if recorded else run
+
+
+def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _cudagraphs(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
@@ -322,11 +350,61 @@ def _openvino(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
         if not hasattr(own, "request"):
             own.request = compiled.create_infer_request()
+        for tensor in inputs:
+            if tensor.dtype is torch.int64 and tensor.numel() and tensor.abs().max() > _MOST_NUMBER:
+                raise Unfit("it computes integers in 32 bits, and an input is larger")
         given = [tensor.detach().contiguous().numpy() for tensor in inputs]
         found = own.request.infer(given, share_inputs=True, share_outputs=False)
         return tuple(torch.from_numpy(found[number]) for number in range(len(compiled.outputs)))
 
+    _probe(body, inputs, run)
     return run
+
+
+def _probe(body: GraphModule, inputs: tuple[Tensor, ...], run: Function) -> None:
+    """Raise Unfit unless a function computes what the body does for other sizes, too: an exporter may bake one of the example in."""
+    shapes = [*_shapes(body)]
+    free = [
+        (cast(Any, size).node.expr, value)
+        for shape, tensor in zip(shapes, inputs, strict=True)
+        for size, value in zip(shape, tensor.shape, strict=True)
+        if isinstance(size, torch.SymInt)
+    ]
+    known = {symbol: value for symbol, value in free if symbol.is_Symbol}
+    if any(symbol not in known for expression, _ in free for symbol in expression.free_symbols):
+        raise Unfit("a free size is computed of another that is none of an input")
+    alike = [[other for other in known if known[other] == value] for value in dict.fromkeys(known.values())]
+    tried: set[Any] = set()
+    for changed in (*([symbol] for symbol in known), *alike):
+        value = known[changed[0]]
+        for other in (2 * value, value + 1):
+            sizes = known | dict.fromkeys(changed, other)
+            given = tuple(
+                _resized(tensor, [_size(size, sizes) for size in shape])
+                for tensor, shape in zip(inputs, shapes, strict=True)
+            )
+            try:
+                wanted = body(*given)
+            except Exception:  # sizes that the model does not take together
+                continue
+            found = run(*given)
+            if unlike(wanted, found) or not norm_error(wanted, found) < _MOST_ERROR:
+                raise Unfit(f"it computes something else where {value} of the example inputs is {other}")
+            tried.update(changed)
+    for symbol in known.keys() - tried:
+        raise Unfit(f"it cannot be tried with another size than {known[symbol]}")
+
+
+def _size(size: Any, sizes: Mapping[Any, int]) -> int:
+    return int(size.node.expr.subs(sizes)) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _resized(tensor: Tensor, sizes: list[int]) -> Tensor:
+    """The tensor in another shape: its elements come again, or the last ones go."""
+    for dim, size in enumerate(sizes):
+        if size != tensor.shape[dim]:
+            tensor = tensor.index_select(dim, torch.arange(size, device=tensor.device) % tensor.shape[dim])
+    return tensor
 
 
 ENGINES: Mapping[str, tuple[Callable[[GraphModule, tuple[Tensor, ...]], Function], bool]] = {

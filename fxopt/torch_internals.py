@@ -7,6 +7,7 @@ with names joined by commas, makes fxopt do without these names: tests and `fxop
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import operator
@@ -257,3 +258,10 @@ quantized_linear_weight = private("torch.ops.onednn.qlinear_prepack", _SLOWER, _
 dynamic_linear = private("torch.ops.quantized.linear_dynamic", _SLOWER, _no_kernel)
 dynamic_linear_weight = private("torch.ops.quantized.linear_prepack", _SLOWER, _no_kernel)
 quantized_by_rows = private("torch._make_per_channel_quantized_tensor", _SLOWER, _no_kernel)
+
+
+def frozen() -> contextlib.AbstractContextManager[object]:
+    """Let torch.compile take the weights of what it compiles in the block as constants; importing its compiler takes a tenth of a second."""
+    without = "torch.compile reads the weights of a graph in each run"
+    patch = private("torch._inductor.config.patch", without, lambda **_: contextlib.nullcontext())
+    return patch(freezing=True)  # type: ignore[no-any-return]

@@ -18,7 +18,9 @@ def progress(title: str, shown: bool) -> Iterator[Callable[[str], None]]:
     start, stage, done = time.perf_counter(), [""], threading.Event()
 
     def draw() -> None:
-        while not done.wait(_AFTER if time.perf_counter() - start < _AFTER else 0.5):
+        wait = _AFTER
+        while not done.wait(wait):
+            wait = 0.5
             sys.stderr.write(f"{_CLEAR}{title}: {stage[0]}, {time.perf_counter() - start:.0f} s")
             sys.stderr.flush()
 

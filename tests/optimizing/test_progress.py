@@ -1,4 +1,4 @@
-"""What `optimize` shows while it works, and what is left when it is interrupted."""
+"""`optimize` shows on a terminal what takes long, and leaves the model as it was when it is interrupted."""
 
 import io
 import time
