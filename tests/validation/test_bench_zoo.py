@@ -83,12 +83,12 @@ def small(monkeypatch):
     """Two small models in the place of the zoo, measured in this process."""
     entries = {name: models.Entry({"kind": "text", "unseen": name == "llama"}) for name in ("bert", "llama")}
     monkeypatch.setattr(models, "zoo", lambda: entries)
-    monkeypatch.setattr(rows, "workload", lambda name: SMALL["bert"]())
+    monkeypatch.setattr(rows, "workload", lambda name, device: SMALL["bert"]())
     ran = []
 
-    def measured(case, names, rounds, seconds, limit):
+    def measured(case, names, rounds, seconds, limit, device):
         ran.append(case)
-        return rows._measured(case, names, rounds, seconds)
+        return rows._measured(case, names, rounds, seconds, device)
 
     monkeypatch.setattr(rows, "of_case", measured)
     return ran

@@ -188,6 +188,8 @@ def _check_versions(ray: Any) -> None:
         where = node["NodeManagerAddress"]
         try:
             theirs = ray.get(asked)
+        except ray.exceptions.TaskUnschedulableError:  # lost meanwhile
+            continue
         except ray.exceptions.RayError as error:  # such as of a node without this package
             text = str(error).strip().splitlines()[-1]
             raise FleetError(f"the harness cannot run on {where}: {text}") from error
