@@ -103,6 +103,8 @@ class State:
 
     def _is_same(self, now: Any, before: Any) -> bool:
         """Tell whether a container or the attributes of a module are as they were, as far as they can matter to a graph."""
+        if isinstance(now, list) and len(now) == len(before) and all(map(operator.is_, now, before)):
+            return True  # at once: LeViT keeps lists of half a million numbers
         then, current = _parts(before), _parts(now)
         for key in then.keys() | current.keys():
             old, new = then.get(key, _PLAIN), current.get(key, _PLAIN)
