@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxopt import effects, graph, objects
 from fxopt.capture import TracedModule
+from fxopt.capture.runtime import modes
 from fxopt.compare import norm_error, unlike
 from fxopt.errors import FallbackWarning
 from fxopt.graph_index import GraphIndex
@@ -101,7 +102,7 @@ def with_engine(traced: TracedModule, name: str) -> tuple[TracedModule, Engine]:
         name: one of `ENGINES`.
 
     Raises:
-        Unfit: the body writes into memory that others see, or checks values.
+        Unfit: the graph writes into memory that is seen outside of the body, switches modes, or checks values in the body.
     """
     index = GraphIndex(traced)
     body, late = _cut(index)
@@ -109,7 +110,7 @@ def with_engine(traced: TracedModule, name: str) -> tuple[TracedModule, Engine]:
     inputs = [*dict.fromkeys(v for n in body for v in n.all_input_nodes if v not in body)]
     if not inputs or not outputs:
         raise Unfit("the graph computes no tensor of its inputs alone")
-    _check_writes(index, body.keys() - seen)
+    _check_effects(index, body.keys() - seen)
     engine = Engine(name, _body(traced, body, inputs, outputs))
     _check(engine.body)
     made: Any = sharing_copy(traced)
@@ -160,14 +161,22 @@ def _outputs(body: Collection[Node], late: Collection[Node]) -> tuple[list[Node]
     return [node for node in body if node in found], seen
 
 
-def _check_writes(index: GraphIndex, inside: Collection[Node]) -> None:
-    """Raise Unfit unless memory that is written is read inside of the body alone: the parts of a graph do not run in its order."""
+def _check_effects(index: GraphIndex, inside: Collection[Node]) -> None:
+    """Raise Unfit if the order of the parts matters: where written memory is seen outside of the body, or modes are switched."""
     for node in index.nodes:
-        for value in () if _is_on_objects(node) else index.memory.written_by(node) or ():
+        written = () if _is_on_objects(node) or effects.only_checks(node) else index.memory.written_by(node)
+        if written is None and node is not index.guard and not _stops_gradients(node):
+            raise Unfit(f"{node.name} switches a mode or has another effect, at {graph.place(node)}")
+        for value in written or ():
             aliases = index.memory.aliases(value)
             outside = next((n for n in aliases if n not in inside or n.op == "get_attr"), None)
             if outside:
                 raise Unfit(f"{node.name} may write into {outside.name}, at {graph.place(node)}")
+
+
+def _stops_gradients(node: Node) -> bool:
+    """Tell whether a node stops gradients, or ends that: none are recorded where an engine runs."""
+    return node.target is modes.set_grad_enabled and node.args[0] is not True
 
 
 def _is_on_objects(node: Node) -> bool:
@@ -206,8 +215,8 @@ def _check(body: GraphModule) -> None:
     if any(tensor.is_inference() for tensor in (*body.parameters(), *body.buffers())):
         raise Unfit("a weight was made under inference_mode: nobody notices what is written into it")
     for node in index.nodes:
-        if effects.only_checks(node) or memory.written_by(node) is None:
-            raise Unfit(f"{node.name} checks a value, or has another effect, at {graph.place(node)}")
+        if effects.only_checks(node):
+            raise Unfit(f"{node.name} checks a value, at {graph.place(node)}")
         if node.op == "call_module" and memory.writer_of(index.module(node)):
             raise Unfit(f"{node.name} may write into its layer, at {graph.place(node)}")
     for node in outputs:
@@ -351,7 +360,8 @@ def _openvino(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
         if not hasattr(own, "request"):
             own.request = compiled.create_infer_request()
         for tensor in inputs:
-            if tensor.dtype is torch.int64 and tensor.numel() and tensor.abs().max() > _MOST_NUMBER:
+            wide = tensor.dtype is torch.int64 and tensor.numel() > 0
+            if wide and not all(-_MOST_NUMBER <= int(end) <= _MOST_NUMBER for end in tensor.aminmax()):
                 raise Unfit("it computes integers in 32 bits, and an input is larger")
         given = [tensor.detach().contiguous().numpy() for tensor in inputs]
         found = own.request.infer(given, share_inputs=True, share_outputs=False)

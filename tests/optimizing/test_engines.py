@@ -106,6 +106,17 @@ def test_a_cache_that_is_written_into_is_computed_by_torch(ran):
     assert fast.report[0].engine == "torch"
 
 
+class Casts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = self.first(x)
+        return self.last(hidden.float())
+
+
 class Writes(nn.Module):
     def __init__(self, use):
         super().__init__()
@@ -135,6 +146,7 @@ REFUSED = {
         Writes(lambda m, x: ((h := (x @ x.t()).sum()), h.item(), h.clamp_(max=1000.0))[1:]),
         "may write into",
     ),
+    "autocast is switched on": (Casts(), "switches a mode"),
     "nothing is computed": (Writes(lambda m, x: x[:, :3]), "computes no tensor"),
 }
 
@@ -237,9 +249,9 @@ def test_large_integers_are_computed_by_torch():
     model = Writes(lambda m, x: x * 3 + 1).eval()
     fast = fxopt.optimize(model, (torch.arange(4),), engine="openvino")
     assert fast.report[0].engine == "openvino"
-    large = torch.tensor([2**40, 1, 2, -(2**50)])
-    with pytest.warns(fxopt.FallbackWarning, match="computes integers in 32 bits"):
-        assert torch.equal(fast(large), model(large))
+    for large in (torch.tensor([2**40, 1, 2, -(2**50)]), torch.full((4,), -(2**63))):
+        with pytest.warns(fxopt.FallbackWarning, match="computes integers in 32 bits"):
+            assert torch.equal(fast(large), model(large))
     assert torch.equal(fast(torch.arange(4, 8)), model(torch.arange(4, 8)))
 
 
