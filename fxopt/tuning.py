@@ -33,6 +33,7 @@ MARGIN = 0.97
 """A kernel has to take at most this part of the plain one's time: less is within what measuring leaves open."""
 
 _WORKING_SET = 2**25  # bytes of weights to go through, so that they come from memory as in a whole model
+_MOST_COPIES = 16  # of a layer, each with weights of its own
 _READ = 2**26  # bytes to read from memory to know how fast that is
 _SECONDS = 0.01  # how long to run each kernel of a layer
 
@@ -141,15 +142,18 @@ def _machine() -> str:
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    if "model name" not in said:
+        return platform.processor() or platform.machine()
+    # Virtual machines call many processors "Intel(R) Xeon(R) Processor".
+    return f"{said['model name']} {said.get('model', '')}.{said.get('stepping', '')}"
 
 
 def _measure(layer: nn.Module, shape: Sequence[int], kernels: Sequence[str]) -> dict[str, float]:
     dtype = layer.get_parameter("weight").dtype
     size = sum(p.numel() * p.element_size() for p in layer.parameters())
     generator = torch.Generator().manual_seed(0)  # its own: who draws numbers gets the same, measured or not
-    count = max(1, min(4, _WORKING_SET // max(1, size)))
+    count = max(1, min(_MOST_COPIES, _WORKING_SET // max(1, size)))
     copies = [_random_layer(layer, generator) for _ in range(count)]
     value = torch.randn(tuple(shape), generator=generator, device="cpu").to(dtype)
     runs = {PLAIN: copies} | {name: [packed_layer(copy, name, shape) for copy in copies] for name in kernels}

@@ -1,0 +1,56 @@
+"""The picture of the zoo: for each class of models the speed-up of each engine, with its geometric mean."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pandas as pd
+
+from .engines import AGAIN, EAGER
+
+_TICKS = (0.5, 0.7, 1, 1.4, 2, 3, 4, 6)
+_INK = "#333333"
+
+
+def drawn(table: pd.DataFrame) -> bytes:
+    """Draw the speed-ups of one machine and precision as SVG: a row for each kind, a dot for each model, a bar for the mean.
+
+    Args:
+        table: the rows of `zoo.parquet` that belong together.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    ran = table[(table["reason"] == "") & ~table["engine"].isin([EAGER, AGAIN])]
+    kinds, engines = ["all", *ran["kind"].unique()], [*ran["engine"].unique()]
+    figure = Figure(figsize=(8.3, 1 + 0.11 * len(kinds) * (len(engines) + 1.5)), layout="constrained")
+    axes = figure.subplots()
+    for place, engine in enumerate(engines):
+        own = ran[ran["engine"] == engine]
+        heights = [row + (place - len(engines) / 2) / (len(engines) + 1.5) for row in range(len(kinds))]
+        groups = [own if kind == "all" else own[own["kind"] == kind] for kind in kinds]
+        means = [np.exp(np.log(group["speedup"]).mean()) for group in groups]
+        (bars,) = axes.plot(means, heights, "|", markersize=9, markeredgewidth=3, label=engine)
+        for group, height in zip(groups[1:], heights[1:], strict=True):
+            dots = np.full(len(group), height)
+            axes.plot(group["speedup"], dots, "o", color=bars.get_color(), markersize=4, alpha=0.35, mew=0)
+    axes.axvline(1, color=_INK, linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
+    axes.minorticks_off()
+    axes.set_xlabel("eager's time by the engine's (dots: models, bars: geometric means)", color=_INK)
+    counts = [ran["model"].nunique(), *(ran[ran["kind"] == kind]["model"].nunique() for kind in kinds[1:])]
+    axes.set_yticks(range(len(kinds)), [f"{kind}, {n}" for kind, n in zip(kinds, counts, strict=True)])
+    axes.invert_yaxis()
+    axes.grid(axis="x", linewidth=0.3)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    figure.legend(loc="outside upper center", ncols=len(engines), frameon=False)
+    buffer = io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": "fxopt", "svg.fonttype": "none"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
