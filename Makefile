@@ -40,10 +40,10 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal $(TESTS)
 test: $(INSTALLED) ## the tests of every day, 6 minutes on two cores (tests/README.md)
 	$(PYTEST) -m "not long"
 
-test-long: $(INSTALLED) ## the tests that `make test` leaves out
-	$(PYTEST) -m long
+test-long: $(INSTALLED) ## the tests that `make test` leaves out, but for those of the night
+	$(PYTEST) -m "long and not nightly"
 
-test-all: $(INSTALLED) ## all tests, before a release
+test-all: $(INSTALLED) ## all tests, each night and before a release
 	$(PYTEST)
 
 lint: $(INSTALLED) ## ruff, mypy, and the directions of imports

@@ -7,6 +7,7 @@ from transformers import (
     BertConfig,
     BertModel,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaModel,
     ResNetConfig,
     ResNetForImageClassification,
@@ -27,9 +28,17 @@ def small_resnet() -> Workload:
 
 
 def small_llama() -> Workload:
+    return decoding(Workload(LlamaModel(_llama(use_cache=False)).eval(), _text(17)))
+
+
+def small_generation() -> Workload:
+    inputs = _text(8) | {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    return Workload(LlamaForCausalLM(_llama()).eval(), inputs)
+
+
+def _llama(**options: bool) -> LlamaConfig:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = LlamaConfig(**sizes, intermediate_size=64, vocab_size=1000, use_cache=False)
-    return decoding(Workload(LlamaModel(config).eval(), _text(17)))
+    return LlamaConfig(**sizes, intermediate_size=64, vocab_size=1000, **options)
 
 
 def _text(length: int) -> dict[str, torch.Tensor]:
@@ -37,4 +46,9 @@ def _text(length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-SMALL = {"bert": small_bert, "resnet": small_resnet, "llama-decode": small_llama}
+SMALL = {
+    "bert": small_bert,
+    "resnet": small_resnet,
+    "llama-decode": small_llama,
+    "llama-generate": small_generation,
+}

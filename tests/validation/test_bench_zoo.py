@@ -29,6 +29,7 @@ def everyone():
             if name != "torch.compile bfloat16":  # as `torch.compile`, on the model of `eager bfloat16`
                 yield precision, name, TWO_LAYERS
     yield from (("float32", "fxopt", "llama-decode"), ("bfloat16", "eager bfloat16", "llama-decode"))
+    yield from (("float32", name, "llama-generate") for name in ("fxopt", "torch.compile"))
     yield "int8", "torch.ao int8", "bert"
 
 
@@ -119,6 +120,8 @@ def test_a_run_that_was_cut_goes_on(tmp_path, small):
     text = (tmp_path / "zoo.md").read_text()
     assert all(f"| {label} | fxopt |" in text for label in ("all, 2", "seen, 1", "unseen, 1"))
     assert "| llama, unseen" in text
+    picture = (tmp_path / "zoo.svg").read_text()
+    assert all(f">{label}</text>" in picture for label in ("all, 2", "text, 2", "fxopt"))
     CliRunner().invoke(app, [*options, "--models", "bert", "--again"], catch_exceptions=False)
     assert small[2:] == [("bert", "float32", 1)]
     assert len(pd.read_parquet(tmp_path / "zoo.parquet")) == 4
@@ -131,17 +134,18 @@ def test_a_model_that_cannot_be_built_is_a_row():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(models.entries("zoo.yaml")))
+@pytest.mark.parametrize("name", sorted(models.entries(models.ZOO)))
 def test_a_model_of_the_zoo_takes_its_inputs(name, monkeypatch):
     monkeypatch.setattr(models, "randomise", lambda model, seed: model)  # which meta tensors cannot be
-    entry = models.entries("zoo.yaml")[name]
+    entry = models.entries(models.ZOO)[name]
     if entry.library != "transformers":
         pytest.importorskip(entry.library)
     with torch.device("meta"):
         model = entry.make()
         inputs = entry.inputs(model, entry.said.get("batch", 1))
-    inspect.signature(model.forward).bind(**inputs)
-    assert all(tensor.shape[0] == entry.said.get("batch", 1) for tensor in inputs.values())
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    inspect.signature(model.forward).bind(**(tensors if models.generates(inputs) else inputs))
+    assert all(tensor.shape[0] == entry.said.get("batch", 1) for tensor in tensors.values())
 
 
 @pytest.mark.parametrize(

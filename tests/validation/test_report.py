@@ -116,19 +116,11 @@ def test_a_single_record_without_measurements_can_be_reported(outcome, run, tmp_
 # --- tables --------------------------------------------------------------------------------------------
 
 
-def test_a_verdict_is_the_worst_outcome_of_all_checks(run, tmp_path):
-    ends = {Check.EQUIVALENCE: Outcome.PASS, Check.ROUND_TRIP: Outcome.FAIL, Check.LATENCY: Outcome.SKIP}
+@pytest.mark.parametrize(("effect", "verdict"), [(Outcome.FAIL, "fail"), (Outcome.NO_OP, "no-op")])
+def test_a_verdict_is_of_all_checks(effect, verdict, run, tmp_path):
+    ends = {Check.EQUIVALENCE: Outcome.PASS, Check.EFFECT: effect, Check.LATENCY: Outcome.SKIP}
     records = [Record(dataclasses.replace(CASE, check=check), end) for check, end in ends.items()]
-    verdict = tables.verdicts(table_of(records, run, tmp_path))
-    assert verdict["verdict"].tolist() == ["fail"]
-
-
-def test_a_pass_with_nothing_to_rewrite_is_no_op_not_pass(run, tmp_path):
-    records = [
-        Record(CASE, Outcome.PASS),
-        Record(dataclasses.replace(CASE, check=Check.EFFECT), Outcome.NO_OP),
-    ]
-    assert tables.verdicts(table_of(records, run, tmp_path))["verdict"].tolist() == ["no-op"]
+    assert tables.verdicts(table_of(records, run, tmp_path))["verdict"].tolist() == [verdict]
 
 
 def test_the_matrix_has_a_word_for_every_model_and_pass(table):
@@ -241,12 +233,6 @@ def test_a_page_of_a_pass_says_where_it_rewrites_and_what_it_refuses(run, tmp_pa
     for text in ("query (in layer.0, from bert.py:12)", "it has hooks", "1.0e-07 (1.0e-04)", "0.800", "t5"):
         assert text in page
     assert f"[{name}](passes/{name}.md)" in (tmp_path / "latest/summary.md").read_text()
-
-
-def test_the_command_of_a_failure_has_the_options_of_the_run(run, tmp_path):
-    made = dataclasses.replace(run, options=" --pass own.passes.Mine")
-    page = markdown.summary(table_of([Record(CASE, Outcome.FAIL)], made, tmp_path))
-    assert "`fxopt validate --model MODEL -k CASE --pass own.passes.Mine`" in page
 
 
 def test_markup_in_a_reason_is_text_in_markdown(table):

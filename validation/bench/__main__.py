@@ -5,7 +5,6 @@ from __future__ import annotations
 import typer
 
 from .capture import capture
-from .users import users
 from .zoo import zoo
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -13,10 +12,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.callback()
 def main() -> None:
-    """Measure captures and `fxopt.optimize` beside their peers, and take `optimize` through what users do."""
+    """Measure captures and `fxopt.optimize` beside their peers."""
 
 
-for command in (capture, users, zoo):
+for command in (capture, zoo):
     app.command()(command)
 
 if __name__ == "__main__":

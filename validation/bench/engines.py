@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.objects import tensors_in
 
-from .models import cast, fresh, with_tensors
+from .models import called, cast, fresh, generates, with_tensors
 
 
 def reason(error: Exception) -> str:
@@ -99,18 +99,23 @@ PRECISIONS = ("float32", "bfloat16", "int8")
 
 def eager(model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared:
     """The model itself."""
-    return Prepared(fresh, lambda feed: model(**feed))
+    return Prepared(fresh, lambda feed: called(model, feed))
 
 
 def compiled(
     model: nn.Module, inputs: Mapping[str, Any], threads: int, *, mode: str | None = None
 ) -> Prepared:
-    """`torch.compile` by inductor with frozen weights, from empty caches."""
+    """`torch.compile` by inductor with frozen weights, from empty caches; of `generate()` the forward, with a static cache."""
     torch._dynamo.reset()
-    module = torch.compile(model, mode=mode)
+    if generates(inputs):
+        module = copy.copy(model)
+        module.forward = torch.compile(model.forward, mode=mode)
+        own = {"cache_implementation": "static"}
+    else:
+        module, own = torch.compile(model, mode=mode), {}  # type: ignore[assignment]
     with torch._inductor.config.patch(freezing=True, force_disable_caches=True):
-        module(**fresh(inputs))
-    return Prepared(fresh, lambda feed: module(**feed))
+        called(module, fresh(inputs) | own)
+    return Prepared(lambda inputs: fresh(inputs) | own, lambda feed: called(module, feed))
 
 
 def onnxruntime(
@@ -175,15 +180,16 @@ def dynamically_quantized(model: nn.Module, inputs: Mapping[str, Any], threads: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         module = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
-    return Prepared(fresh, lambda feed: module(**feed))
+    return Prepared(fresh, lambda feed: called(module, feed))
 
 
 def _fxopt(
     model: nn.Module, inputs: Mapping[str, Any], threads: int, *, precision: str, engine: str = "torch"
 ) -> Prepared:
     """`fxopt.optimize`; the engine `auto` takes the fastest of those that are installed."""
-    module = fxopt.optimize(model, (), fresh(inputs), precision=precision, engine=engine)
-    return Prepared(fresh, lambda feed: module(**feed), module)
+    example = {} if generates(inputs) else fresh(inputs)
+    module = fxopt.optimize(model, (), example, precision=precision, engine=engine)
+    return Prepared(fresh, lambda feed: called(module, feed), module)
 
 
 def _in_bfloat16(prepare: Prepare, model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared:
@@ -207,6 +213,8 @@ class Flat(nn.Module):
     """A model that takes its tensors one by one and gives a tuple of tensors: what exporters understand."""
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        if generates(inputs):
+            raise ValueError("it takes the forward alone, and not generate()")
         super().__init__()
         self.model, self.inputs = model, inputs
         self.eval()

@@ -1,11 +1,7 @@
-"""The models of the benchmarks, as YAML files describe them, with random weights and inputs.
-
-`zoo.yaml` has models at their published sizes, `user_libraries.yaml` small ones of diffusers and timm.
-"""
+"""The models of the benchmarks, as a YAML file describes them, with random weights and inputs."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import importlib.util
@@ -22,6 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from transformers import LlamaConfig, LlamaModel
 
+from fxopt import float64
 from fxopt.objects import tensors_in
 from fxopt.outputs import mapped
 from fxopt.testing import randomise
@@ -66,12 +63,13 @@ class Entry:
         return cast(made, dtype)
 
 
+ZOO = Path(__file__).with_name("zoo.yaml")
 _SAID = {"library", "make", "inputs", "args", "models", "kind", "unseen", "batch", "step"}
 
 
-def entries(file: str) -> dict[str, Entry]:
+def entries(file: Path) -> dict[str, Entry]:
     """The models of a file by name; values of a model come before those of its group."""
-    groups = yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8"))
+    groups = yaml.safe_load(file.read_text(encoding="utf-8"))
     found: dict[str, Entry] = {}
     for group in groups:
         shared = {key: value for key, value in group.items() if key not in ("models", "options")}
@@ -87,7 +85,7 @@ def entries(file: str) -> dict[str, Entry]:
 @functools.cache
 def zoo() -> dict[str, Entry]:
     """The models of `zoo.yaml` whose libraries are installed."""
-    known = entries("zoo.yaml")
+    known = entries(ZOO)
     libraries = {entry.library for entry in known.values()}
     present = {library for library in libraries if importlib.util.find_spec(library)}
     return {name: entry for name, entry in known.items() if entry.library in present}
@@ -183,8 +181,18 @@ def cast(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return with_tensors(inputs, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
+def generates(inputs: Mapping[str, Any]) -> bool:
+    """Tell whether inputs are for `generate()`, and not for the forward."""
+    return "max_new_tokens" in inputs
+
+
+def called(model: Any, inputs: Mapping[str, Any]) -> Any:
+    """Call what the inputs are for."""
+    return model.generate(**inputs) if generates(inputs) else model(**inputs)
+
+
 def in_float64(workload: Workload) -> list[Tensor]:
     """The tensors of the outputs of a copy of the model in float64."""
     with torch.no_grad():
-        wide = copy.deepcopy(workload.model).double()
-        return list(tensors_in(wide(**cast(workload.inputs, torch.float64))))
+        wide = float64.in_float64(workload.model)  # TAESD names float32
+        return list(tensors_in(called(wide, cast(workload.inputs, torch.float64))))

@@ -20,7 +20,7 @@ from .. import store
 from ..records import counted
 from ..report.markdown import escape, pipes
 from ..timing import cores
-from . import machine, models, rows
+from . import machine, models, plot, rows
 from .engines import AGAIN, EAGER, PRECISIONS
 
 _VERSIONS = ("torch", "transformers", "onnxruntime", "openvino")
@@ -57,7 +57,9 @@ def zoo(
     seconds: Annotated[float, typer.Option(help="Rounds go on for so long.")] = 20.0,
     limit: Annotated[float, typer.Option(help="Seconds after which the process of a model ends.")] = 900.0,
     again: Annotated[bool, typer.Option(help="Measure models again that the table has.")] = False,
-    out: Annotated[Path, typer.Option(help="Where zoo.parquet and zoo.md are.")] = Path("reports/baseline"),
+    out: Annotated[Path, typer.Option(help="Where zoo.parquet, zoo.md and zoo.svg are.")] = Path(
+        "reports/baseline"
+    ),
 ) -> None:
     """Speed, time to be ready and exactness of fxopt beside its peers; each model is in a process of its own.
 
@@ -86,7 +88,17 @@ def zoo(
         buffer = io.BytesIO()
         table.to_parquet(buffer, index=False)
         store.replace(file, buffer.getvalue())
+    try:
+        store.replace(out / "zoo.svg", plot.drawn(_largest(table)))
+    except ModuleNotFoundError as error:
+        typer.echo(f"no picture: {error.name} is not installed (the extra `peers` brings it)", err=True)
     machine.write("zoo", out, "fxopt and its peers on popular models", INTRODUCTION, *document(table))
+
+
+def _largest(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the machine, the number of threads and the precision of which there are most models."""
+    groups = [group for _, group in table.groupby(KEYS[1:])]
+    return max(groups, key=lambda group: group["model"].nunique())
 
 
 def _versions() -> str:
@@ -160,7 +172,7 @@ def _line(model: str, own: pd.DataFrame) -> dict[str, str]:
         if name.startswith("fxopt") and "auto" not in name:
             cells[name] = f"{row['speedup']:.2f} ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
             cells["ready, s"] = f"{row['first_call_s']:.1f}"
-            cells["error"] = f"{row['error_ratio']:,.1f}"
+            cells["error"] = "" if np.isnan(row["error_ratio"]) else f"{row['error_ratio']:,.1f}"
             cells["cosine"] = f"{row['cosine']:.6f}"
             cells["memory"] = "" if np.isnan(row["memory"]) else f"{row['memory']:.2f}"
         else:

@@ -1,4 +1,4 @@
-"""What users do with an optimized model, each a function of a pair that raises where a result is not eager's."""
+"""Uses of an optimized model, as users have them: each a function of a pair that raises where a result is not eager's."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def wrong(subject: Subject) -> dict[str, str]:
                 pair = Pair.of(subject)
     if not reasons:
         found["report"] = "no graph and no reason"
-    found |= {"report": reason for reason in reasons if "Please report this" in (reason or "")}
-    return found
+    unknown = [reason for reason in reasons if "Please report this" in (reason or "")]
+    return found | ({"report": unknown[0]} if unknown else {})
 
 
 def _outcome(call: Call, model: Any) -> Any:
