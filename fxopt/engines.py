@@ -22,7 +22,7 @@ from fxopt import effects, graph, objects
 from fxopt.capture import TracedModule
 from fxopt.capture.runtime import modes
 from fxopt.compare import norm_error, unlike
-from fxopt.errors import FallbackWarning
+from fxopt.errors import FallbackWarning, warn
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of
 from fxopt.submodules import sharing_copy
@@ -35,7 +35,7 @@ TORCH, AUTO = "torch", "auto"
 
 _NAME = "fxopt_engine"
 _MOST_NUMBER = 2**31 - 1
-_MOST_ERROR = 0.02  # relative to an output, in bfloat16, too: how exact it is is judged elsewhere
+_MOST_ERROR = 0.02  # relative to an output, in bfloat16, too; `optimize` judges the accuracy
 
 
 class Unfit(Exception):
@@ -74,7 +74,7 @@ class Engine(nn.Module):
             if not isinstance(error, Unfit):  # it would fail again
                 self._run = self.body
             reason = str(error) if isinstance(error, Unfit) else in_one_line(error)
-            warnings.warn(f"torch computes a call in the place of {self.name}: {reason}", FallbackWarning, 2)
+            warn(f"torch computes a call in the place of {self.name}: {reason}", FallbackWarning)
             return self.body(*inputs)
 
 
@@ -112,7 +112,7 @@ def with_engine(traced: TracedModule, name: str) -> tuple[TracedModule, Engine]:
         raise Unfit("the graph computes no tensor of its inputs alone")
     _check_effects(index, body.keys() - seen)
     engine = Engine(name, _body(traced, body, inputs, outputs))
-    _check(engine.body)
+    _check_body(engine.body)
     made: Any = sharing_copy(traced)
     made.add_module(_NAME, engine)
     made.graph = _around(traced.graph, body, late, inputs, outputs)
@@ -125,7 +125,7 @@ def _cut(index: GraphIndex) -> tuple[dict[Node, None], dict[Node, None]]:
     body: dict[Node, None] = {}
     late: dict[Node, None] = {}
     for node in index.nodes:
-        given, value = node.all_input_nodes, _value(node)
+        given, value = node.all_input_nodes, graph.value_of(node)
         if node.op == "placeholder" or node is index.guard:
             continue
         takes = all(n in body or isinstance(graph.value_of(n), Tensor) for n in given)
@@ -150,7 +150,8 @@ def _outputs(body: Collection[Node], late: Collection[Node]) -> tuple[list[Node]
     needed = [n for node in late for n in node.all_input_nodes]
     seen: set[Node] = set()
     found: set[Node] = set()
-    for node in needed:
+    while needed:
+        node = needed.pop()
         if node in body and node not in seen:
             seen.add(node)
             is_view = Fact.VIEW in facts_of(_of_several(node))
@@ -175,7 +176,7 @@ def _check_effects(index: GraphIndex, inside: Collection[Node]) -> None:
 
 
 def _stops_gradients(node: Node) -> bool:
-    """Tell whether a node stops gradients, or ends that: none are recorded where an engine runs."""
+    """Tell whether a node is a `set_grad_enabled` that does not turn gradients on: an engine records none."""
     return node.target is modes.set_grad_enabled and node.args[0] is not True
 
 
@@ -186,18 +187,9 @@ def _is_on_objects(node: Node) -> bool:
 def _of_several(node: Node) -> Node:
     """The node that returns several tensors of which this is one; or itself."""
     source = node.args[0] if node.target is operator.getitem else None
-    if isinstance(source, Node) and isinstance(_value(source), tuple | list):
+    if isinstance(source, Node) and isinstance(graph.value_of(source), tuple | list):
         return _of_several(source)
     return node
-
-
-def _value(node: Node) -> Any:
-    """The result of a node; a capture describes no tuple inside of a tuple."""
-    value = graph.value_of(node)
-    if value is None and node.target is operator.getitem and isinstance(node.args[0], Node):
-        source, place = _value(node.args[0]), cast(int, node.args[1])
-        return source[place] if isinstance(source, tuple | list) else None
-    return value
 
 
 def _is_plain(value: object) -> bool:
@@ -208,7 +200,8 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, plain)
 
 
-def _check(body: GraphModule) -> None:
+def _check_body(body: GraphModule) -> None:
+    """Raise Unfit if the body checks values, writes into its layers, or returns outputs that share memory."""
     index = GraphIndex(body)
     memory, inputs = index.memory, body.graph.find_nodes(op="placeholder")
     outputs: Any = body.graph.output_node().args[0]
@@ -401,8 +394,8 @@ def _probe(body: GraphModule, inputs: tuple[Tensor, ...], run: Function) -> None
             if unlike(wanted, found) or not norm_error(wanted, found) < _MOST_ERROR:
                 raise Unfit(f"it computes something else where {value} of the example inputs is {other}")
             tried.update(changed)
-    for symbol in known.keys() - tried:
-        raise Unfit(f"it cannot be tried with another size than {known[symbol]}")
+    if untried := sorted(known.keys() - tried, key=str):
+        raise Unfit(f"it cannot be tried with another size than {known[untried[0]]}")
 
 
 def _size(size: Any, sizes: Mapping[Any, int]) -> int:

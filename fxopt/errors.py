@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import warnings
 from typing import ClassVar
+
+_OURS = re.compile(r"(fxopt|torch)\b")
 
 
 class FxoptError(Exception):
@@ -30,6 +35,14 @@ class PassError(FxoptError):
 
 class UndoError(PassError):
     """A rewrite cannot be undone exactly, for example because its record is gone."""
+
+
+def warn(text: str, category: type[Warning]) -> None:
+    """Warn at the line of the caller, behind all frames of fxopt and torch."""
+    level = 1
+    while (frame := sys._getframe(level)).f_back and _OURS.match(frame.f_globals.get("__name__", "")):
+        level += 1
+    warnings.warn(text, category, stacklevel=level + 1)
 
 
 class FallbackWarning(UserWarning):

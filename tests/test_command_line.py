@@ -109,7 +109,7 @@ def test_explain_lists_sites_of_the_passes_that_are_named(call: Any) -> None:
     status, out, _ = call("explain", f"{HERE}:with_inputs", "--pass", "MergeLinears", "--pass", "MergeConvs")
     assert status == 0
     assert out.startswith("MergeLinears: 1 sites, 0 refused\n")
-    assert re.search(r"\n  left +left +test_command_line.py:\d+ +rewritten\n", out)
+    assert re.search(r"\n  left +left +test_command_line.py:\d+ +site\n", out)
     assert out.endswith("nothing to rewrite: MergeConvs\n")
     _, out, _ = call("explain", f"{HERE}:with_inputs", "--pass", f"{HERE}.Doubles")
     assert out == "nothing to rewrite: Doubles (it cannot tell)\n"

@@ -106,6 +106,24 @@ def test_spellings_of_a_function_are_one(forward):
     check(RemoveRepeatedReLU(), traced(forward, r=nn.ReLU(), r2=nn.ReLU()))
 
 
+class DoubleReLU(Pattern):
+    def pattern(self, x):
+        return torch.relu(x) + torch.relu(x)
+
+    def replacement(self, x):
+        return torch.relu(x) * 2
+
+
+def once_for_both(m, x):
+    value = torch.relu(x)
+    return value + value
+
+
+@pytest.mark.parametrize("forward", [once_for_both, lambda m, x: torch.relu(x) + torch.relu(x)])
+def test_what_a_pattern_computes_twice_may_be_computed_once(forward):
+    check(DoubleReLU(), traced(forward))
+
+
 def test_places_that_overlap_are_rewritten_one_after_the_other():
     check(RemoveRepeatedReLU(), traced(lambda m, x: torch.relu(torch.relu(torch.relu(x)))), 2)
 

@@ -121,9 +121,7 @@ def test_explain_gives_a_table():
     )
     assert explanation.sites == (("pos_1", ""),)
     assert explanation.refusals == (("pos", "", "it works on an input"),)
-    assert str(explanation) == (
-        "Negate: 1 sites, 1 refused\n  pos    it works on an input\n  pos_1  rewritten"
-    )
+    assert str(explanation) == ("Negate: 1 sites, 1 refused\n  pos    it works on an input\n  pos_1  site")
 
 
 def line_of(function, text):

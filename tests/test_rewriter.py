@@ -65,6 +65,12 @@ class Changes(ReversibleRewrite):
         return node
 
 
+def test_what_a_node_does_not_have_is_an_error():
+    rewriter = Rewriter(traced())
+    with pytest.raises(TypeError, match="set changes op, target, args, kwargs and val, not taget"):
+        rewriter.set(next(iter(rewriter.graph.nodes)), taget=torch.relu)
+
+
 def use_second_for_first(rewriter, nodes):
     rewriter.replace_uses(nodes["first"], nodes["second"])
 

@@ -73,8 +73,9 @@ def test_a_forgotten_bias_is_found_and_named():
     expected = graph_module(X)
     with pytest.warns(
         VerificationWarning, match=r"layers_7 \(in layers.7, from .*\) alone: layers_7 differs by"
-    ):
+    ) as caught:
         ForgetsABias()(graph_module, verify=True)
+    assert caught[0].filename == __file__
     assert len(ForgetsABias().get_transformed_nodes(graph_module)) == 12
     assert graph_module.get_submodule("layers.7").bias is not None
     torch.testing.assert_close(graph_module(X), expected)

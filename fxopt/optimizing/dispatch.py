@@ -6,9 +6,6 @@ import contextlib
 import dataclasses
 import heapq
 import itertools
-import re
-import sys
-import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +16,7 @@ from torch.fx import GraphModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxopt.capture.patches.interception import lock
-from fxopt.errors import FallbackWarning, GuardError
+from fxopt.errors import FallbackWarning, GuardError, warn
 from fxopt.objects import tensors_in
 from fxopt.optimizing.inputs import (
     Inputs,
@@ -38,15 +35,14 @@ from fxopt.optimizing.report import GraphReport, Report
 from fxopt.optimizing.watching import State
 from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transforming
 
-_MOST_LOST = (
+_MOST_FAILURES = (
     2  # how many graphs for one structure may be refused, dropped, or hold for one size that was to be free
 )
 _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_NUMBERS = 4  # how many values of one number may have a graph
-_RESTLESS = 4  # after as many changes of the model, a graph is made for what holds for two calls
+_RESTLESS = 4  # after so many changes of the model, a new state gets a graph at its second call alone
 
 _CHANGED = "the model was changed while its graph was made"
-_OURS = re.compile(r"(fxopt|torch)\b")
 _ALL = weakref.WeakSet["Graphs"]()
 
 
@@ -56,11 +52,11 @@ class _Structure:
 
     Attributes:
         shapes: the shapes of each.
-        lost: why graphs were refused, dropped, or hold for one size alone.
+        failures: why graphs were refused, dropped, or hold for one size alone.
     """
 
     shapes: set[Shapes] = dataclasses.field(default_factory=set)
-    lost: list[str] = dataclasses.field(default_factory=list)
+    failures: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,10 +83,10 @@ class _Book:
 
     Attributes:
         used: when a call found this state last, as a number that grows.
-        settled: whether graphs may be made for this state.
+        may_capture: whether graphs may be made for this state.
         graphs: in the order in which they are tried.
         structures: what is known of each structure.
-        vain: calls for which there is no graph, and will be none.
+        without_graph: calls for which there is no graph, and will be none.
         numbers: the values of each input that is a number.
         assigned: the attributes that each graph assigns; None before the first.
         refused: the reports of graphs that are not used.
@@ -98,10 +94,10 @@ class _Book:
 
     state: State
     used: int
-    settled: bool
+    may_capture: bool
     graphs: tuple[_Graph, ...] = ()
     structures: dict[Any, _Structure] = dataclasses.field(default_factory=dict)
-    vain: set[Any] = dataclasses.field(default_factory=set)
+    without_graph: set[Any] = dataclasses.field(default_factory=set)
     numbers: dict[Any, set[Any]] = dataclasses.field(default_factory=dict)
     assigned: set[tuple[str, str]] | None = None
     refused: list[GraphReport] = dataclasses.field(default_factory=list)
@@ -122,7 +118,7 @@ class Graphs:
 
     def __init__(self, model: nn.Module, options: Options, dynamic: Any = None) -> None:
         self._model, self.options, self.dynamic = model, options, dynamic
-        self.called: set[str] = set()  # methods that were called, and not optimized
+        self.called: dict[str, None] = {}  # methods that were called, and not optimized
         self._warned: dict[str, None] = {}
         self._uses = itertools.count(1)
         self.refresh()
@@ -176,8 +172,8 @@ class Graphs:
         book = self._found()
         known = [graph for graph in book.graphs if inputs.kind in graph.kinds] if book else []
         yield from known
-        plain, vain = inputs.plain_signature(), book.vain if book else set()
-        if plain in vain or not all(isinstance(each, nn.Parameter) for each in self._model.parameters()):
+        plain, without = inputs.plain_signature(), book.without_graph if book else set()
+        if plain in without or not all(isinstance(each, nn.Parameter) for each in self._model.parameters()):
             return  # others are put in for the time being, as by `torch.func.functional_call`
         try:
             named = inputs.named(getattr(self._model, inputs.method))
@@ -185,17 +181,17 @@ class Graphs:
         except Exception as error:  # whatever objects the inputs are, the model may know what to do with them
             self._warn(inputs, f"its inputs cannot be described ({type(error).__name__}: {error})")
             return
-        if any(map(has_own_kernels, tensors_in(named))) or (key, shapes) in vain:
+        if any(map(has_own_kernels, tensors_in(named))) or (key, shapes) in without:
             return
         if not lock.acquire(blocking=self.options.wait):
             return
         try:  # perhaps another thread has made one meanwhile
             book = self._found() or self._opened()
             made = [each for each in book.graphs if inputs.kind in each.kinds and each not in known]
-            if not made and book.settled:
+            if not made and book.may_capture:
                 made = [*filter(None, [self._make(book, inputs, named, key, shapes)])]
-                if not made and len(book.vain) < _MOST_STRUCTURES:
-                    book.vain |= {(key, shapes), plain} - {None}
+                if not made and len(book.without_graph) < _MOST_STRUCTURES:
+                    book.without_graph |= {(key, shapes), plain} - {None}
         finally:
             lock.release()
         yield from made
@@ -213,8 +209,8 @@ class Graphs:
             if graph.structure is structure and graph.shapes == shapes:  # for keywords instead of positions
                 graph.kinds[inputs.kind] = None
                 return graph
-        if len(structure.lost) >= _MOST_LOST:
-            self._warn(inputs, structure.lost[-1])
+        if len(structure.failures) >= _MOST_FAILURES:
+            self._warn(inputs, structure.failures[-1])
             return None
         free = {each for others in structure.shapes for each in differing(shapes, others)}
         structure.shapes.add(shapes)
@@ -230,13 +226,14 @@ class Graphs:
         reason = report.reason or disagreement
         if lowered is None or reason:
             book.refused.append(dataclasses.replace(report, reason=reason))
-            structure.lost.append(reason)
+            structure.failures.append(reason)
             self._warn(inputs, reason)
             return None
-        for fixed in [*report.fixed.values()][:1]:
-            structure.lost.append(
-                f"each graph for its inputs holds for one size, {fixed}: pad them to a few sizes, and optimize the model once for "
-                "each"
+        if report.fixed:
+            fixed = next(iter(report.fixed.values()))
+            structure.failures.append(
+                f"each graph for its inputs holds for one size, {fixed}: pad the inputs to a few sizes, and optimize the model once "
+                "for each"
             )
         self._warn(inputs, report.unused or "", "computes in its own precision")
         unfit = report.engines.get(self.options.engine, "")
@@ -277,7 +274,7 @@ class Graphs:
         graphs = [graph for book in self.books for graph in book.graphs]
         kept = heapq.nlargest(self.options.max_graphs, graphs, key=lambda graph: graph.used)
         for graph in {*graphs} - {*kept}:
-            graph.structure.lost.append(
+            graph.structure.failures.append(
                 f"graphs for its inputs were dropped to make others: more than {self.options.max_graphs} kinds of inputs are in "
                 "use, so give optimize a larger max_graphs"
             )
@@ -285,7 +282,7 @@ class Graphs:
             book.graphs = tuple(graph for graph in book.graphs if graph in kept)
 
     def _obstacle(self, inputs: Inputs) -> str | None:
-        """Why the model itself is to run, whatever graphs there are; empty where that is not to be said, None where it need not."""
+        """The reason to run the model itself, whatever graphs there are; empty where nobody need know, None where a graph may run."""
         if torch.compiler.is_compiling() or is_transforming() or has_any_global_hook():
             return cannot_tell()
         if self._model.training:
@@ -296,15 +293,19 @@ class Graphs:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
         device = next((each.device.type for each in self._model.parameters()), "cpu")
-        if device in ("cpu", "cuda") and not torch.is_autocast_enabled(device):
-            return None
-        return "autocast is on; choose the precision when you optimize" if device in ("cpu", "cuda") else ""
+        if device not in ("cpu", "cuda"):
+            return f"there are graphs for the CPU and CUDA, and the model is on {device}"
+        return (
+            "autocast is on; choose the precision when you optimize"
+            if torch.is_autocast_enabled(device)
+            else None
+        )
 
     def _found(self) -> _Book | None:
         """The graphs for the model as it is; None if there are none yet."""
         for book in sorted(self.books, key=lambda book: -book.used):
             if book.state.holds():
-                book.settled, book.used = True, next(self._uses)
+                book.may_capture, book.used = True, next(self._uses)
                 return book
         return None
 
@@ -320,11 +321,7 @@ class Graphs:
     def _warn(self, inputs: Inputs, reason: str, consequence: str = "falls back to eager") -> None:
         if reason and reason not in self._warned:
             self._warned[reason] = None
-            text = f"{type(self._model).__name__}.{inputs.method} {consequence}: {reason}"
-            level = 1  # the frame of the caller, behind those of fxopt and torch
-            while (frame := sys._getframe(level)).f_back and _OURS.match(frame.f_globals.get("__name__", "")):
-                level += 1
-            warnings.warn(text, FallbackWarning, stacklevel=level + 1)
+            warn(f"{type(self._model).__name__}.{inputs.method} {consequence}: {reason}", FallbackWarning)
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:

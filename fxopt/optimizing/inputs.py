@@ -52,7 +52,8 @@ class Inputs:
 
     def copied(self) -> Inputs:
         """A copy: a forward may write into its inputs, as into a cache."""
-        return Inputs(*mapped((self.args, dict(self.kwargs)), lambda tensor: tensor.detach().clone()))
+        args, kwargs = mapped((self.args, dict(self.kwargs)), lambda tensor: tensor.detach().clone())
+        return Inputs(args, kwargs, self.method)
 
     def call(self, function: Callable[..., Any]) -> Any:
         """Call a function with a copy."""

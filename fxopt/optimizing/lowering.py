@@ -42,8 +42,8 @@ class Lowered:
         function: the function.
         packed: the packed weights that it computes with, by the names of their layers.
         given_up: the names of layers that hold no weight beside the packed one.
-        assigned: the modules of the model, and the names of their attributes, which a run assigns: the function returns what the
-            model does, and a list of these.
+        assigned: the module and the name of each attribute that a run assigns. Where there is one, the function returns a pair:
+            the result, and a tuple of these values.
     """
 
     traced: TracedModule
@@ -124,7 +124,7 @@ def functions_of(traced: TracedModule, packed: dict[str, Packed]) -> Graph:
         if node.op == "call_module":
             function, args, kwargs = _call(index, node, packed)
             args, kwargs = torch.fx.node.map_arg((args, kwargs), known.__getitem__)
-            # fx writes a function of torch by its name, and any other as a global of the code.
+            # torch.fx writes a function of torch by its name; a partial that is of this module becomes a global of the code.
             bound: Any = functools.partial(function)
             bound.__name__, bound.__module__ = "layer", __name__
             known[node] = made.create_node("call_function", bound, args, kwargs, node.name)
@@ -145,7 +145,8 @@ def _call(
         if run and weight and all(isinstance(v, torch.Tensor) and v.dtype is dtype for v in values):
             packed[str(node.target)] = weight
             overwrites = _may_overwrite(index, node, other)
-            return run, (*node.args, other, node.kwargs.get("activation"), overwrites), {}
+            given = graph.first_argument(node)
+            return run, (given, other, node.kwargs.get("activation"), overwrites), {}
     function = module.forward
     if hooks_of(module):
         function = module
@@ -165,7 +166,7 @@ def _checked(guard: InputGuard, **named: Any) -> None:
 
 
 def _may_overwrite(index: GraphIndex, call: Node, other: Any) -> bool:
-    """Tell whether nobody reads the memory of what a call adds any more, and the call itself does so at one place alone."""
+    """Tell whether a call may write its sum into `other`: no later node reads that memory, and the input does not share it."""
     return (
         isinstance(other, Node)
         and index.memory.gives_new_memory(other)

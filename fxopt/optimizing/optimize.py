@@ -24,7 +24,7 @@ from fxopt.optimizing.lowering import Lowered
 from fxopt.optimizing.prepare import PRECISIONS, Options
 from fxopt.optimizing.report import Report
 from fxopt.submodules import GRAPHS, OWN_COMPILED, OWN_FORWARD, STANDS_FOR, original
-from fxopt.torch_internals import COMPILED
+from fxopt.torch_internals import COMPILED, has_any_global_hook, is_transforming
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -78,11 +78,11 @@ def optimize(
 
     Raises:
         TraceError: the model is one of torch.jit, has lazy parameters, or is wrapped, as by torch.compile.
-        PassError: the model is a graph module, or overrides `__call__`; example inputs are given and it is in training mode, or
+        PassError: the model is a graph module, is optimized already, or overrides `__call__`; example inputs are given and it is in training mode, or
             weights are on the meta device; or `keep_model=False` and there is no graph.
-        ValueError: an unknown precision or engine, an engine with `keep_model=False`, `auto` with `tune=False`, a name in `methods`
+        ValueError: an unknown precision or engine, an engine or methods with `keep_model=False`, `auto` with `tune=False`, a name in `methods`
             that is not a method or is `forward`, or `max_graphs` is less than 1.
-        TypeError: the example inputs do not fit the model's forward, or `dynamic_shapes` names others; or `keep_model=False`
+        TypeError: it is no module; the example inputs do not fit the model's forward, or `dynamic_shapes` names others; or `keep_model=False`
             and there are none.
 
     Example:
@@ -127,6 +127,8 @@ def _check(model: Any, options: Options) -> None:
     if options.engine not in (TORCH, AUTO, *ENGINES):
         known = ", ".join(map(repr, (TORCH, AUTO, *ENGINES)))
         raise ValueError(f"engine is {options.engine!r}; give one of {known}")
+    if options.methods and not options.keep_model:
+        raise ValueError("keep_model=False keeps one graph, of the forward: leave methods empty")
     if options.engine != TORCH and not options.keep_model:
         raise ValueError(f"keep_model=False keeps a graph for torch, not for engine={options.engine!r}")
     if options.engine == AUTO and not options.tune:
@@ -160,7 +162,7 @@ def _check_inputs(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any,
 
 
 def _standing_for(model: M, options: Options, dynamic_shapes: Any) -> M:
-    """A module of a class like the model's, with the model's attributes themselves, that computes its forward by graphs."""
+    """A module that shares the `__dict__` of the model, and computes its forward by graphs; its class is a subclass of the model's."""
     own = tuple(name for name in ("report", "refresh") if not hasattr(model, name))
     kind: Any = type(model)
     fast: Any = object.__new__(_optimized_class(kind, own, options.methods))
@@ -180,8 +182,11 @@ class _Alone(nn.Module):
         self.training, self.report, self._computed = False, report, made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            raise GuardError("the graph is for inference: call it under torch.no_grad(), without autocast")
+        autocast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+        if torch.is_grad_enabled() or autocast or is_transforming() or has_any_global_hook():
+            raise GuardError(
+                "the graph is for inference: call it under torch.no_grad(), without autocast, global hooks and torch.func"
+            )
         return self._computed(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Alone:
@@ -198,7 +203,7 @@ class _Alone(nn.Module):
 
 
 class _Own:
-    """An attribute of the optimized module that the model does not share: what someone puts in the place of its forward."""
+    """Descriptor of an attribute that the optimized module does not share with the model: `forward`, and the compiled call."""
 
     def __init__(self, name: str, default: Callable[[Any], Any], of_class: Any) -> None:
         self._name, self._default, self._of_class = name, default, of_class
@@ -224,7 +229,7 @@ class _Optimized:
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
-        """Do nothing: that of a model's class may ask for more, or register what it is called with."""
+        """Leave out that of the model's class: it may need arguments, or register the subclass."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         graphs: Graphs | None = getattr(self, GRAPHS, None)
@@ -266,7 +271,7 @@ def _wrapped(cls: Any, name: str, optimized: bool) -> Any:
         if graphs is not None and optimized:
             return graphs.run(Inputs(args, kwargs, name))
         if graphs is not None:
-            graphs.called.add(name)
+            graphs.called[name] = None
         return method(self, *args, **kwargs)
 
     return call

@@ -52,12 +52,15 @@ from fxopt.version import __version__
 PRECISIONS: Mapping[str, float | None] = {"float32": None, "bfloat16": 0.999, "int8": 0.99}
 """For each precision, the cosine with float64 that outputs must have; None where they must be as exact as the model's."""
 
-MOST_ERROR = 2.0  # how far from float64 outputs may be, by how far the model's own are
-# Relative to an output: what rounding in float32 makes in any deep model (of two errors below it, luck has the smaller); the
-# most of the model's own that counts, as one that overflows has more; and what no rounding makes.
-ROUNDING, MOST_ROUNDING, SOMETHING_ELSE = 5e-6, 0.05, 0.5
-# Where one run of the eager model does not tell: how many have other rounding errors, and the most of theirs that counts.
-ROUNDINGS, MOST_ERROR_SEEN = 4, SOMETHING_ELSE / 2
+MOST_ERROR = 2.0  # the largest error of a graph by that of the eager model, both against float64
+# Errors relative to the norm of an output:
+ROUNDING = (
+    5e-6  # what rounding in float32 makes in any deep model: of two smaller errors, luck has the smaller
+)
+MOST_ROUNDING = 0.05  # of the eager model's error no more counts: a model that overflows has a larger one
+SOMETHING_ELSE = 0.5  # of the eager model: no rounding, so that the graph in float64 computes something else
+ROUNDINGS = 4  # runs of copies with other rounding errors, where one run of the eager model does not tell
+MOST_ERROR_SEEN = SOMETHING_ELSE / 2  # of the errors in these runs no more counts
 LEAST_SPEEDUP = 0.98  # a graph that is slower is not used: less is within what measuring leaves open
 _PASSES = {"bfloat16": ChangePrecision.__name__, "int8": QuantizeLinears.__name__}
 
@@ -91,11 +94,11 @@ def prepare(
     Args:
         dynamic: the sizes that the user leaves free, as `fxopt.trace` takes them; None where `free` says which.
         free: the sizes that differ from call to call.
-        ask: what is asked before each call of the graph, and so counts as its time.
+        ask: what is asked before each call of the graph, such as whether the model is as it was; it counts as time of the graph.
         enter: takes the name of each stage when it begins.
 
     Returns:
-        The graph, None where the model itself is to run, and what was done, or why.
+        The graph, or None where the model itself is to run; and the report.
     """
     start, eager, made = time.perf_counter(), getattr(model, inputs.method), None
     facts: dict[str, Any] = {"fixed": {}}
@@ -142,7 +145,7 @@ def prepare(
                 f"{type(error).__name__} while its graph was made. Please report this with the model, torch "
                 f"{torch.__version__} and fxopt {__version__}: {first}"
             )
-    text = text_of(named, free - facts["fixed"].keys())
+    text = text_of(named, free if made is None else _free(made.traced))
     title = text if inputs.method == "forward" else f"{inputs.method}({text})"
     return made, GraphReport(title, seconds=time.perf_counter() - start, **facts)
 
@@ -166,13 +169,13 @@ def _captured(
 def _rewritten(
     model: nn.Module, traced: TracedModule, options: Options, facts: dict[str, Any]
 ) -> tuple[Lowered, TracedModule | None]:
-    """The graph after all passes, as a function, and a copy before those for torch's kernels, if an engine is to compute that.
+    """Apply all passes; returns the graph as a function, and for another engine a copy from before the passes for torch's kernels.
 
     `facts` takes what the report says of it.
     """
-    explanations = [pass_.commit(traced) for pass_ in folding(options)]
+    explanations = [pass_.commit(traced) for pass_ in passes_for_all_engines(options)]
     portable: Any = None if options.engine == TORCH else sharing_copy(traced)
-    explanations += [pass_.commit(traced) for pass_ in packing(options)]
+    explanations += [pass_.commit(traced) for pass_ in passes_for_torch(options)]
     facts["explanations"] = explanations
     traced.recompile()
     made = lowered(traced, model, options.keep_model)
@@ -215,14 +218,17 @@ def _by_engine(
     if options.engine == AUTO:
         best = fastest({name: trial.repeatable(each) for name, each in found.items()}, inputs)
     if best != TORCH:
-        explanations = facts["explanations"][: len(folding(options))]
+        explanations = facts["explanations"][: len(passes_for_all_engines(options))]
         facts |= judged[best] | {"explanations": explanations, "kernels": {}, "memory": None}
     facts |= {"engine": best, "engines": refused}
     return found[best]
 
 
 class FoldScaleAndShift(fold_scale_and_shift.FoldScaleAndShift):
-    """Folds only what is behind a layer: before several, the weights of all would be copied to save one product."""
+    """Folds only what is behind a layer: before several, the weights of all would be copied to save one product.
+
+    Reports show it under the name of its base class.
+    """
 
     def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
         """Yield what is behind a layer."""
@@ -231,7 +237,7 @@ class FoldScaleAndShift(fold_scale_and_shift.FoldScaleAndShift):
             yield Refusal(found.node, "it would copy the weights of the layers behind") if before else found
 
 
-def folding(options: Options) -> list[Rewrite[Any]]:
+def passes_for_all_engines(options: Options) -> list[Rewrite[Any]]:
     """The passes of `optimize` for every engine, in order."""
     return [
         RemoveIdentity(),
@@ -246,8 +252,8 @@ def folding(options: Options) -> list[Rewrite[Any]]:
     ]
 
 
-def packing(options: Options) -> list[Rewrite[Any]]:
-    """The passes for torch's own kernels, which come behind those."""
+def passes_for_torch(options: Options) -> list[Rewrite[Any]]:
+    """The passes for torch's own kernels, which run after `passes_for_all_engines`."""
     # Without measuring, a kernel that was found slower is still not taken.
     tune: Tune = options.tune or "known"
     return [
@@ -261,13 +267,25 @@ def packing(options: Options) -> list[Rewrite[Any]]:
     ]
 
 
+def _guard(traced: GraphModule) -> InputGuard:
+    return next(module for module in traced.modules() if isinstance(module, InputGuard))
+
+
+def _free(traced: GraphModule) -> Sizes:
+    """The sizes that a graph leaves free."""
+    shapes = (each.shape for each in _guard(traced).inputs if isinstance(each, TensorSpec))
+    return {
+        (n, dim) for n, shape in enumerate(shapes) for dim, size in enumerate(shape) if isinstance(size, str)
+    }
+
+
 def _fix_dtypes(traced: TracedModule) -> dict[tuple[int, int], str]:
     """Let a graph take the dtypes that it was made for alone: a cast that changes nothing in these goes.
 
     Returns:
         The sizes that the forward fixes, as the report has them.
     """
-    guard = next(module for module in traced.modules() if isinstance(module, InputGuard))
+    guard = _guard(traced)
     tensors = [each for each in guard.inputs if isinstance(each, TensorSpec)]
     strict = {id(each): dataclasses.replace(each, strict_dtype=True, any_dtype=False) for each in tensors}
     guard.inputs = tuple(strict.get(id(each), each) for each in guard.inputs)
@@ -315,9 +333,9 @@ def _without_options(text: str) -> str:
 
 
 def _memory(model: nn.Module, computed: Lowered, options: Options) -> float | None:
-    """The memory of the weights, the graph's and, where it is kept, the model's, by what the model's alone take."""
+    """The bytes of all weights, the graph's and the model's where it is kept, by those of the model's."""
     own = [*model.parameters()]
-    used = [each for each in computed.traced.parameters() if not each.is_meta]
-    held: list[Any] = [*used, *computed.packed.values(), *own * options.keep_model]
-    total, least = (sum({id(each): each.nbytes for each in some}.values()) for some in (held, own))
-    return total / least if least else None
+    held: list[Any] = [each for each in computed.traced.parameters() if not each.is_meta]
+    held += [*computed.packed.values(), *(own if options.keep_model else ())]
+    total, models = (sum({id(each): each.nbytes for each in some}.values()) for some in (held, own))
+    return total / models if models else None

@@ -74,7 +74,7 @@ class Report(tuple[GraphReport, ...]):
 
     Attributes:
         called: the methods that were called other than forward, and not optimized.
-        fallbacks: the reasons for which calls fell back to eager before a graph was asked for.
+        fallbacks: what was warned of, each text once: why calls fell back to eager.
     """
 
     called: tuple[str, ...] = ()
@@ -82,11 +82,13 @@ class Report(tuple[GraphReport, ...]):
 
     def __str__(self) -> str:
         if self:
-            return "\n".join(map(str, self))
+            known = {report.reason for report in self}
+            others = (f"warned: {reason}" for reason in self.fallbacks if reason not in known)
+            return "\n".join([*map(str, self), *others])
         names = ", ".join(map(repr, self.called))
         why = f"forward was not called, but {names}; name methods as optimize(..., methods=({names},))"
         no_call = "call the module, or pass example inputs to optimize"
-        return f"no graph yet: {why if self.called else '; '.join(self.fallbacks) or no_call}"
+        return f"no graph yet: {'; '.join(self.fallbacks) or (why if self.called else no_call)}"
 
     __repr__ = __str__
 
@@ -94,8 +96,8 @@ class Report(tuple[GraphReport, ...]):
 def _refused(explanation: Explanation) -> str:
     """The pass with its most frequent reason, and how many others there are."""
     counts = collections.Counter(reason for _, _, reason in explanation.refusals)
-    for reason, count in counts.most_common(1):
-        others = counts.total() - count
-        more = f", and {others} for other reasons" if others else ""
-        return f"{explanation.name} {count}: {reason}{more}"
-    return ""
+    if not counts:
+        return ""
+    ((reason, count),) = counts.most_common(1)
+    others = counts.total() - count
+    return f"{explanation.name} {count}: {reason}{f', and {others} for other reasons' if others else ''}"

@@ -1,4 +1,4 @@
-"""Runs of a model and of its graph on the same inputs, which leave the model as it was before."""
+"""Runs of a model and of its graph on the same inputs. The buffers keep their values; attributes have those of the last run."""
 
 from __future__ import annotations
 
@@ -68,13 +68,15 @@ class Trial:
                 raise Unused(f"a call may write into a constant of the graph, at {graph.place(writer)}")
 
     def own(self, eager: Function) -> Any:
-        """The outputs of the model's own method. Fake tensors let pass what others do not, such as two dtypes in a product."""
+        """The outputs of the model's own method."""
         before = [(path, vars(layer), dict(vars(layer))) for path, layer in self._model.named_modules()]
         try:
             value, self._left = self._run(eager)
         except Unused:
             raise
-        except Exception as error:
+        except (
+            Exception
+        ) as error:  # fake tensors let pass what others do not, such as two dtypes in a product
             raise Unused(f"it fails on these inputs, with {type(error).__name__}: {error}") from error
         self.places = [split_path(name) for name in self._left]
         for path, now, then in before:  # `weight_norm` computes the attribute `weight`
@@ -93,7 +95,7 @@ class Trial:
         return value
 
     def moved(self) -> Any:
-        """The outputs of a copy of the model whose weights are moved at random to a neighbouring number of their dtype.
+        """The outputs of a copy of the model whose weights in float32 and float64 are moved at random to a neighbouring number.
 
         Source: Parker, Monte Carlo Arithmetic, 1997, section 4: rounding errors that a computation can have.
         """
@@ -160,16 +162,18 @@ def speedup(model: Function, computed: Function, inputs: Inputs) -> float:
 def _seconds(function: Function, inputs: Inputs, again: bool = True) -> float:
     """The seconds of a call until its device has computed; of a short one, those of the second in a row, as in use."""
     copied = inputs.copied()
-    devices = {tensor.device for tensor in tensors_in((copied.args, dict(copied.kwargs)))}
-    queues = [device for device in devices if device.type not in ("cpu", "meta")]
-    for device in queues:
-        torch.accelerator.synchronize(device)
+    _wait(copied.args, copied.kwargs)
     start = time.perf_counter()
-    function(*copied.args, **copied.kwargs)
-    for device in queues:
-        torch.accelerator.synchronize(device)
+    _wait(copied.args, copied.kwargs, function(*copied.args, **copied.kwargs))
     took = time.perf_counter() - start
     return _seconds(function, inputs, False) if again and took < _SHORT else took
+
+
+def _wait(*values: Any) -> None:
+    """Wait until the devices of these tensors have computed."""
+    for device in {tensor.device for tensor in tensors_in(values)}:
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(device)
 
 
 def _fault(index: GraphIndex, node: Node, written_input: bool) -> str | None:

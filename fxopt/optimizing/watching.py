@@ -23,7 +23,9 @@ from fxopt.torch_internals import (
 
 _PLACED = (Tensor, nn.Parameter)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_CONTAINERS = (list, tuple, dict, collections.OrderedDict, set)
+_WATCHED = (list, collections.OrderedDict, set)
+_CONTAINERS = (*_WATCHED, tuple, dict)
+_LONGEST = 1000  # elements of one of these that is watched: LeViT keeps half a million numbers in lists
 # Hooks on states and gradients are among these.
 _OF_TORCH = vars(nn.Module()).keys() - {PARAMETERS, BUFFERS, MODULES, *FORWARD_HOOKS}
 
@@ -31,8 +33,9 @@ _OF_TORCH = vars(nn.Module()).keys() - {PARAMETERS, BUFFERS, MODULES, *FORWARD_H
 class State:
     """The modules, weights, buffers, hooks, flags, numbers and strings of a model, as they are when this is made.
 
-    Lists, tuples, dicts and sets count, nested ones, too. Not seen is what changes inside of other objects but for `config`, and
-    writes into a tensor that leave its version and place as they were: through numpy or into `.data`.
+    Lists, tuples, dicts and sets count, nested ones, too. Not seen is what changes in a list, set or OrderedDict of more than 1000
+    elements and inside of other objects but for `config`, and writes into a tensor that leave its version and place as they were: through
+    numpy or into `.data`.
 
     Args:
         model: the module to watch.
@@ -44,7 +47,7 @@ class State:
         found: dict[int, Any] = {}
         for module in model.modules():
             _collect(vars(module), found)
-        held = [each for each in found.values() if isinstance(each, (list, dict, set))]
+        held = [v for v in found.values() if type(v) is dict or (type(v) in _WATCHED and len(v) <= _LONGEST)]
         self._empty = [each for each in held if not each]
         self._dicts = [each for each in held if each and type(each) is dict]
         self._copies = [(each, each.copy()) for each in self._dicts]
@@ -104,8 +107,10 @@ class State:
     def _is_same(self, now: Any, before: Any) -> bool:
         """Tell whether a container or the attributes of a module are as they were, as far as they can matter to a graph."""
         if isinstance(now, list) and len(now) == len(before) and all(map(operator.is_, now, before)):
-            return True  # at once: LeViT keeps lists of half a million numbers
+            return True  # at once
         then, current = _parts(before), _parts(now)
+        if isinstance(now, dict) and MODULES not in now and [*then] != [*current]:
+            return False  # a forward may go through it; through the attributes of a module none does
         for key in then.keys() | current.keys():
             old, new = then.get(key, _PLAIN), current.get(key, _PLAIN)
             _, left = self._assigned.get((id(now), key), (None, None))
@@ -123,8 +128,9 @@ def _collect(value: Any, found: dict[int, Any]) -> None:
         found[id(value)] = value
     elif type(value) in _CONTAINERS and id(value) not in found:
         found[id(value)] = value
+        own = _OF_TORCH if isinstance(value, dict) and MODULES in value else ()
         for key, part in _parts(value).items():
-            if key not in _OF_TORCH:
+            if key not in own:
                 _collect(vars(part) if key == "config" and hasattr(part, "__dict__") else part, found)
 
 

@@ -27,7 +27,7 @@ class AtSites(ReversibleRewrite[Any]):
         >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
         >>> AtSites(FuseBiasInLinear(), ("_1",)).explain(torch.fx.symbolic_trace(layers))
         AtSites: 1 sites, 0 refused
-          _1  1  rewritten
+          _1  1  site
     """
 
     rewrite: Rewrite[Any]

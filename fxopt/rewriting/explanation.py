@@ -46,7 +46,7 @@ class Row(NamedTuple):
     Attributes:
         node: the name of the node.
         module: the module that it calls or belongs to; empty where the trace does not tell.
-        reason: why it is left alone.
+        reason: why the pass leaves the node alone; None for a site.
         source: `file:line` of the model's code; empty where the trace does not tell.
     """
 
@@ -91,7 +91,7 @@ class Explanation:
 
     def __str__(self) -> str:
         head = f"{self.name}: {len(self.sites)} sites, {len(self.refusals)} refused"
-        cells = [(r.node, r.module, os.path.basename(r.source), r.reason or "rewritten") for r in self.rows]
+        cells = [(r.node, r.module, os.path.basename(r.source), r.reason or "site") for r in self.rows]
         columns = [column for column in zip(*cells, strict=True) if any(column)]
         widths = [max(map(len, column)) for column in columns]
         lines = [

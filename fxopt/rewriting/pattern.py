@@ -80,7 +80,7 @@ class Pattern(ReversibleRewrite[Found]):
         >>> import fxopt
         >>> FoldNumber().explain(fxopt.trace(Model(), (torch.ones(1, 2),)))
         FoldNumber: 1 sites, 0 refused
-          layer  layer  ...  rewritten
+          layer  layer  ...  site
     """
 
     preserves_computation = True
@@ -132,14 +132,14 @@ class Pattern(ReversibleRewrite[Found]):
                 nodes[node] = rewriter.create(node.op, target, args, kwargs, before=site.node)
         result = nodes[made.result]
         rewriter.replace_uses(site.node, result)
-        for node in sorted(site.inside.values(), reverse=True):
+        for node in sorted({*site.inside.values()}, reverse=True):
             rewriter.erase(node)
         if gone:
             rewriter.swap({}, gone)
         return result
 
     def _place(self, rewriter: Rewriter, site: Found, made: _Traced) -> tuple[dict[int, str], list[str]]:
-        """Put new layers into the graph module; returns the path of each called layer by id, and the paths that are free now."""
+        """Put new layers into the graph module; returns the path of each called layer by id, and the paths to remove."""
         paths = {id(site.values[name]): str(call.target) for name, call in site.calls.items()}
         called = {id(module): module for module in made.modules.values()}
         gone = [str(call.target) for name, call in site.calls.items() if id(site.values[name]) not in called]
@@ -199,7 +199,7 @@ class Pattern(ReversibleRewrite[Found]):
         )
         if proof.reason or not proof.moves:
             return proof.reason
-        # The result is in other memory than before, which shows where something is written.
+        # The replacement is in other memory: a write, or the caller, could tell.
         for value in (found.node, *(found.values[name] for name in proof.moves)):
             if index.memory.is_returned(value) or index.memory.writers(value):
                 return f"{value.name} is returned or written, and the replacement is in other memory"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import abc
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from torch.fx import GraphModule, Node
 
 from fxopt import submodules
-from fxopt.errors import PassError, UndoError, UnverifiedWarning, VerificationWarning
+from fxopt.errors import PassError, UndoError, UnverifiedWarning, VerificationWarning, warn
 from fxopt.rewriting import undoing
 from fxopt.rewriting.attempt import (
     Applied,
@@ -79,24 +78,24 @@ class Rewrite(Transformation, Generic[S]):
         """
         check_graph_module(self, graph_module)
         found = found_by(self, graph_module)
-        last = type(self).opens_sites is Rewrite.opens_sites or all(isinstance(e, Refusal) for e in found)
-        if verify is False and last:
+        at_once = type(self).opens_sites is Rewrite.opens_sites or all(isinstance(e, Refusal) for e in found)
+        if verify is False and at_once:
             return Explanation(type(self).__name__, tuple(map(Row.of, found)))
         copied = submodules.sharing_copy(graph_module)
         return self._rewrite_sites(Rewriter(copied), Snapshot(copied), verify)[0]
 
     def commit(self, graph_module: GraphModule) -> Explanation:
-        """Rewrite all sites for good, and list them: one matching, without a record to undo, lint and code.
+        """Rewrite all sites without a record, so that this rewrite cannot be undone, and list them.
 
-        Call `recompile` before the graph module runs. Passes of its history stay there: undoing one gives what it was made
-        of with this rewrite still in place, or raises `UndoError` where that took the nodes away.
+        `commit` neither lints nor recompiles: call `recompile` before the graph module runs. Earlier passes stay in the
+        history. Undoing one of these keeps this rewrite, or raises `UndoError` where this rewrite erased its nodes.
 
         Example:
             >>> import torch, fxopt
             >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Identity()))
             >>> fxopt.RemoveIdentity().commit(traced)
             RemoveIdentity: 1 sites, 0 refused
-              _1  1  rewritten
+              _1  1  site
             >>> fxopt.history(traced)
             0 applied
         """
@@ -179,7 +178,7 @@ class Rewrite(Transformation, Generic[S]):
                     before.put_back()
                     del rewriter.log[start:]
                     rows[row.node] = row._replace(reason=reason)
-                    warnings.warn(f"{self!r} left {row.place} alone: {reason}", VerificationWarning, 2)
+                    warn(f"{self!r} left {row.place} alone: {reason}", VerificationWarning)
                     break  # what came back may be another node than the one in the sites: match again
                 marked += nodes
             else:
@@ -192,11 +191,8 @@ class Rewrite(Transformation, Generic[S]):
             )
         check_log(self, snapshot, rewriter.log)
         for where, why in verifier.unverified.items():
-            warnings.warn(
-                f"{self!r} could not verify {f'the site at {where}' if where else 'its sites'}: {why}",
-                UnverifiedWarning,
-                2,
-            )
+            site = f"the site at {where}" if where else "its sites"
+            warn(f"{self!r} could not verify {site}: {why}", UnverifiedWarning)
         return Explanation(type(self).__name__, tuple(rows.values())), marked
 
     def _rewrite_site(self, rewriter: Rewriter, site: S, row: Row) -> list[Node]:

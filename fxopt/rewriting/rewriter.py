@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 from fxopt import graph, submodules
 from fxopt.node_values import described
 from fxopt.rewriting.edits import (
+    FIELDS,
     Edit,
     NodeEdit,
     NodeState,
@@ -88,6 +89,8 @@ class Rewriter:
 
     def set(self, node: Node, *, val: Any = None, **fields: Any) -> None:
         """Change `op`, `target`, `args` or `kwargs` of a node, and `val`, the description of its value."""
+        if unknown := fields.keys() - {*FIELDS}:
+            raise TypeError(f"set changes {', '.join(FIELDS)} and val, not {', '.join(sorted(unknown))}")
         check_nodes(self.graph, node, fields.get("args"), fields.get("kwargs"))
         before, kept = NodeState.of(node), {} if val is None else {"val": node.meta.get("val")}
         node.meta.update({} if val is None else {"val": val})
@@ -109,7 +112,7 @@ class Rewriter:
         kept = tuple(user.name for user in new.users)
         users = [user for user in old.users if user is not new]
         for user in [user for user in users if user in new.users]:
-            self.replace_input(user, old, new)  # which of its inputs was which, its arguments alone tell
+            self.replace_input(user, old, new)  # it takes both: only its arguments say which input was `old`
             users.remove(user)
         for user in users:
             user.replace_input_with(old, new)
@@ -132,11 +135,13 @@ class Rewriter:
         Args:
             put: what to put at each name, in the place of what is there.
             remove: the names to take away.
-            restore: makes what undo puts back at each name, given what stands at each name of `put` then and
-                how it was left; by default copies of what is there now, as long as the new weights stay.
+            restore: a function that undo calls. It takes what stands at each name of `put` then, and a description of what the pass
+                put there, and returns what to put back at each name. By default undo puts copies back, and refuses where the
+                new weights have changed.
         """
         before = {path: submodules.find(self.graph_module, path) for path in (*put, *remove)}
-        made_by = (*(s for value in before.values() for s in provenance(value)), self.signature)
+        made_by = [signature for value in before.values() for signature in provenance(value)]
+        made_by += [self.signature] if self.signature else []  # `commit` has none
         for value in put.values():  # what was there before, the model may share
             if isinstance(value, nn.Module) and id(value) not in self._known:
                 value.__dict__[PROVENANCE] = tuple(dict.fromkeys(made_by))
@@ -162,7 +167,7 @@ class Rewriter:
         self.swap({}, [path])
 
     def orders_before(self, known: Mapping[str, list[str]]) -> dict[str, list[str]]:
-        """The orders that are `known` from before, and those of the children that were added or removed since."""
+        """`known`, with the earlier order of the children of each module whose children have changed since."""
         found = dict(known)
         for path, names in self.orders.items():
             if list(modules_of(submodules.module_at(self.graph_module, path))) != names:

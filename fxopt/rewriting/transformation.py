@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import warnings
 
 from torch.fx import GraphModule, Node
 
-from fxopt.errors import PassError, UnverifiedWarning, VerificationWarning
+from fxopt.errors import PassError, UnverifiedWarning, VerificationWarning, warn
 from fxopt.rewriting import undoing
 from fxopt.rewriting.attempt import Applied, Attempt
 from fxopt.rewriting.record import MARKS, find_record, mark, marked_nodes, unmark
@@ -21,7 +20,8 @@ class Transformation(abc.ABC):
 
     Attributes:
         preserves_computation: whether the transformed graph gives the same outputs as the original.
-        tolerance: how far a pass that does not may move an output, relative to its norm; `fxopt validate` holds it to that.
+        tolerance: the largest error of an output, relative to its norm, of a pass that does not preserve the computation; `verify` and
+            `fxopt validate` check it.
         reversible: whether it can be undone.
 
     Example:
@@ -56,17 +56,17 @@ class Transformation(abc.ABC):
     ) -> GraphModule:
         """Apply the transformation; after an error, the graph module is as it was.
 
-        Nodes that an error brings back are copies where `transform` is written by hand. What was written into
-        a tensor stays written; a note on the error names these tensors.
+        Erased nodes come back as copies. Tensors that operators of torch wrote get their values back; what was written through
+        numpy stays.
 
         Args:
             graph_module: the module to transform.
             lint_and_recompile: check the graph and generate its code again; `False` when several
                 transformations follow each other and the last one does it.
-            verify: run what each site was and what it is now on random inputs, and take a site back, with a
-                warning, where they differ by more than rounding, or than the `tolerance` of a pass that does not
-                preserve the computation. A pass that states neither is not verified, with a warning. Shapes and dtypes come from the metadata of the nodes, or from
-                example inputs of the graph module, given here as a tuple.
+            verify: run each site before and after on random inputs, and take a site back, with a warning, whose outputs differ by
+                more than rounding, or than `tolerance`. A pass with neither `preserves_computation` nor `tolerance` is not
+                verified, with a warning. Shapes and dtypes come from the metadata of the nodes, or from example inputs of the
+                graph module, given here as a tuple.
 
         Returns:
             The transformed module.
@@ -91,7 +91,7 @@ class Transformation(abc.ABC):
     def transformed(self, node: Node) -> bool:
         """Tell whether `node` was transformed by this transformation."""
         if node.graph.owning_module is not None:
-            find_record(node.graph.owning_module)
+            find_record(node.graph.owning_module)  # brings marks back that a pickle dropped
         return self.signature in node.meta.get(MARKS, ())
 
     def get_transformed_nodes(self, graph_module: GraphModule) -> list[Node]:
@@ -103,6 +103,7 @@ class Transformation(abc.ABC):
 
     def _options(self) -> str:
         fields = [f.name for f in dataclasses.fields(self)] if dataclasses.is_dataclass(self) else list[str]()
+        # `preserves_computation` a composition takes from its parts.
         others = sorted(name for name in vars(self) if name not in (*fields, "preserves_computation"))
         return ", ".join(f"{name}={stable_text(getattr(self, name))}" for name in (*fields, *others))
 
@@ -121,12 +122,10 @@ class Transformation(abc.ABC):
                 reason = verifier.difference(edits, attempt.snapshot, made)
             if reason:
                 attempt.take_back()
-                warnings.warn(f"{self!r} was taken back: {reason}", VerificationWarning, 3)
+                warn(f"{self!r} was taken back: {reason}", VerificationWarning)
                 return graph_module, lambda: None
             for where, why in verifier.unverified.items() if verify is not False else ():
-                warnings.warn(
-                    f"{self!r} could not be verified{where and f' at {where}'}: {why}", UnverifiedWarning, 3
-                )
+                warn(f"{self!r} could not be verified{where and f' at {where}'}: {why}", UnverifiedWarning)
             attempt.note(result, edits)
         return result, attempt.take_back
 
@@ -189,7 +188,7 @@ class ReversibleTransformation(Transformation):
 
 
 def check_graph_module(pass_: Transformation, graph_module: GraphModule) -> None:
-    """Raise a TypeError that says what to do if `graph_module` is none, most likely a model."""
+    """Raise a TypeError that says what to do if `graph_module` is no GraphModule, most likely a model."""
     if not isinstance(graph_module, GraphModule):
         raise TypeError(
             f"{pass_!r} rewrites a torch.fx.GraphModule, got {type(graph_module).__name__}: "

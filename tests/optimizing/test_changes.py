@@ -130,6 +130,8 @@ CONTAINERS = {
     "a tensor in a list": lambda m: m.tables[0].mul_(3),
     "another tensor in a list": lambda m: m.tables.__setitem__(0, torch.full((16,), 3.0)),
     "a tensor in a tuple in a dict": lambda m: m.deep[0]["tables"][0].mul_(3),
+    "a number under a name that modules have": lambda m: m.deep[0]["training"].append(3.0),
+    "the order of layers in a ModuleDict": lambda m: m.branches.update({"a": m.branches.pop("a")}),
 }
 
 
@@ -139,15 +141,19 @@ CONTAINERS = {
 def test_changes_in_containers_are_followed(change):
     def scaled(m, x):
         scale = sum(m.scaling.values()) + sum(m.kinds) + sum(m.nested[0]) + m.deep[0]["scale"]
+        scale = scale + sum(m.deep[0]["training"])
+        for branch in m.branches.values():
+            x = branch(x)
         return m.layer(x) * scale * (2 * m.tables[0]) * (2 * m.deep[0]["tables"][0])
 
     model = module(
         scaled,
         layer=nn.Linear(16, 16),
+        branches=nn.ModuleDict({"a": nn.ReLU(), "b": nn.Linear(16, 16)}),
         scaling={"a": 1.0},
         kinds={1.0},
         nested=([2.0],),
-        deep=[{"scale": 1.0, "tables": (torch.ones(16),)}],
+        deep=[{"scale": 1.0, "training": [1.0], "tables": (torch.ones(16),)}],
         tables=[torch.ones(16)],
     )
     fast = fxopt.optimize(model, tune=False)
@@ -255,6 +261,25 @@ def test_a_step_that_leaves_the_last_number_of_a_weight_is_followed(optimizer):
     step.step()
     with torch.no_grad():
         torch.testing.assert_close(fast(X), fast[1](fast[0](X)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("length", "noticed"), [(1000, True), (1001, False)])
+def test_lists_are_watched_up_to_a_length(length, noticed):
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.numbers = [1.0] * length
+
+        def forward(self, x):
+            return x * self.numbers[-1]
+
+    model = Listed().eval()
+    fast = fxopt.optimize(model, (X,), tune=False)
+    model.numbers[-1] = 2.0
+    assert torch.equal(fast(X), 2 * X) == noticed
+    fast.refresh()
+    assert torch.equal(fast(X), 2 * X)
 
 
 @torch.no_grad()

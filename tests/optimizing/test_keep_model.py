@@ -59,6 +59,12 @@ def test_nothing_of_the_model_is_held(precision):
         alone(torch.randn(3, 64, 8, 8))
     with torch.enable_grad(), pytest.raises(fxopt.GuardError, match="for inference: call it under"):
         alone(x)
+    with pytest.raises(fxopt.GuardError, match="for inference: call it under"):
+        torch.func.vmap(alone)(x[None])
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    with pytest.raises(fxopt.GuardError, match="for inference: call it under"):
+        alone.forward(x)
+    handle.remove()
 
 
 @torch.no_grad()
@@ -77,6 +83,10 @@ def test_errors_say_what_to_do(tmp_path):
         TypeError, match="keep_model=False keeps the graph for example inputs: give optimize some"
     ):
         fxopt.optimize(model, keep_model=False)
+    with pytest.raises(ValueError, match="methods: give methods"):
+        fxopt.optimize(model, (x,), methods=("decode",), keep_model=False)
+    with pytest.raises(ValueError, match="keep_model=False keeps one graph, of the forward"):
+        fxopt.optimize(model, (x,), methods=("append",), keep_model=False)
     listed = module(lambda m, x: x[x > 0].tolist())
     with (
         pytest.warns(UserWarning, match="falls back to eager"),

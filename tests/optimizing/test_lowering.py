@@ -132,6 +132,23 @@ def test_hooks_modes_and_guards_stay() -> None:
         function(torch.rand(3, 4))
 
 
+@PACKS
+@torch.no_grad()
+def test_a_packed_layer_may_be_called_by_keyword() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.conv = nn.Linear(32, 32), nn.Conv2d(3, 8, 3)
+
+        def forward(self, x: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+            return self.linear(input=x) + x, self.conv(input=image)
+
+    model, given = randomised(Net()), (torch.rand(16, 32), torch.rand(2, 3, 8, 8))
+    fast = fxopt.optimize(model, given, tune=False)
+    assert fast.report[0].kernels, fast.report
+    torch.testing.assert_close(fast(*given), model(*given))
+
+
 def test_global_hooks_see_the_layers_of_the_model() -> None:
     model, x, seen = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.rand(2, 4), []
     fast = fxopt.optimize(model, (x,), tune=False)

@@ -82,6 +82,22 @@ def test_it_stands_for_the_model(tmp_path):
     assert model.extra is fast.extra
 
 
+def test_the_report_has_free_sizes_and_all_warnings():
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU()).eval(), torch.randn(3, 32)
+    dynamic = ({0: torch.export.Dim("rows", min=2, max=64)},)
+    fast = fxopt.optimize(model, (x,), dynamic_shapes=dynamic, tune=False)
+    assert fast.report[0].inputs == "input: ? x 32"
+    with pytest.warns(fxopt.errors.FallbackWarning, match="gradients are recorded") as caught:
+        fast(x)
+    assert caught[0].filename == __file__
+    assert "warned: gradients are recorded" in str(fast.report)
+    other = fxopt.optimize(model)
+    with pytest.warns(fxopt.errors.FallbackWarning, match="gradients are recorded"):
+        other(x)
+    other.append(nn.ReLU())
+    assert str(other.report).startswith("no graph yet: gradients are recorded")
+
+
 @torch.no_grad()
 def test_without_examples_the_first_call_makes_a_graph():
     model = bert()
