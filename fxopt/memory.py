@@ -283,6 +283,8 @@ class Memory:
 
 def _viewed(node: Node) -> Collection[Node]:
     """The inputs that the value of a node may be a view of: an index is none, and what tensors choose is a copy."""
+    if node.op == "call_method" and node.target in _LIKE_ANOTHER:
+        return [each for each in node.args[:1] if isinstance(each, Node)]
     if node.target is not operator.getitem or len(node.args) != 2:
         return node.all_input_nodes
     index = node.args[1] if isinstance(node.args[1], tuple | list) else (node.args[1],)
@@ -301,6 +303,7 @@ def _is_number(node: Node) -> bool:
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size, torch.dtype, torch.device)
 _JOINING: tuple[Any, ...] = (operator.add, operator.mul)
+_LIKE_ANOTHER = frozenset({"to", "type_as", "view_as", "expand_as", "reshape_as"})
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""The weight and bias of a layer or RMS normalization: the linear layers behind it can multiply and add, too."""
+"""Folds the weight and bias of a layer or RMS normalization into the linear layers behind it."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def _obstacle(index: GraphIndex, node: Node, kind: type[nn.Module], layers: list
         reason = layer_obstacle(index, layer)
         weight = index.module(layer).get_parameter("weight") if reason is None else None
         if weight is not None and weight.shape[1:] != norm.weight.shape:
-            reason = f"{layer.name} takes {weight.shape[1]} features, it gives {len(norm.weight)}"
+            reason = f"{layer.name} takes {weight.shape[1]} features, and the normalization gives {len(norm.weight)}"
         elif weight is not None and (weight.dtype, weight.device) != (norm.weight.dtype, norm.weight.device):
-            reason = f"it is {norm.weight.dtype} on {norm.weight.device}, {layer.name} {weight.dtype} on {weight.device}"
+            reason = f"its weight is {norm.weight.dtype} on {norm.weight.device}, that of {layer.name} {weight.dtype} on {weight.device}"
         reason = reason or folding_obstacle(index, layer, [node, layer], *_weight_and_bias(norm))
         if reason:
             return reason

@@ -60,8 +60,7 @@ class FuseEpilogues(ReversibleRewrite[Epilogue]):
                 if written and "other" in keywords and index.guard is None:
                     continue  # a sum that is written in place keeps its shape and dtype, whatever is added
                 taken.add(user)
-                reasons = [index.joining_obstacle(call, user)]
-                reason = next(filter(None, reasons), None)
+                reason = index.joining_obstacle(call, user)
                 yield Refusal(user, reason) if reason else Epilogue(user, call, {**call.kwargs, **keywords})
 
     def apply(self, rewriter: Rewriter, site: Epilogue) -> Node:

@@ -93,7 +93,7 @@ def _obstacle(index: GraphIndex, call: Node) -> str | None:
 
 def _groups(index: GraphIndex, value: Node, calls: list[Node]) -> Iterator[LayerGroup | Refusal]:
     """Runs of layers of one kind, between which nothing writes into their input."""
-    alone = "no layer that it can be merged with: the others on the same input differ in dtype, device, gradients, training flag or options"
+    alone = "no layer that it can be merged with: the others on the same input differ in dtype, device, gradients, training flag or options, or cannot be merged"
     write = index.memory.write_between(calls[0], calls[-1], value)
     if write:
         alone = f"a write or side effect stands between it and the others on the same input: {write}"
@@ -125,7 +125,7 @@ def _merged(layers: Sequence[nn.Module]) -> nn.Module:
         if gradients:
             zeros = submodules.weight_of(layers[0]).detach().new_zeros
             parts = [zeros(n) if p is None else p.detach() for p, n in zip(held, sizes, strict=True)]
-            parameters_of(merged)[name] = nn.Parameter(torch.cat(parts), *gradients)
+            parameters_of(merged)[name] = nn.Parameter(torch.cat(parts), gradients.pop())
     return merged
 
 

@@ -70,7 +70,9 @@ def test_several_dimensions_are_refused():
 def test_dtypes_and_overflow_are_refused():
     model = Heads().bfloat16()
     model.norm.float()
-    refused(FoldNormWeights(), model, X, reason="it is torch.float32 on cpu, q torch.bfloat16")
+    refused(
+        FoldNormWeights(), model, X, reason="its weight is torch.float32 on cpu, that of q torch.bfloat16"
+    )
     model = Heads().half()
     model.norm.weight.data.fill_(6e4)
     model.q.weight.data.fill_(6e4)
