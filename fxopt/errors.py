@@ -38,9 +38,9 @@ class UndoError(PassError):
 
 
 def warn(text: str, category: type[Warning]) -> None:
-    """Warn at the line of the caller, behind all frames of fxopt and torch."""
+    """Warn at the line of the caller, behind all frames of fxopt, torch, and the code that these generate."""
     level = 1
-    while (frame := sys._getframe(level)).f_back and _OURS.match(frame.f_globals.get("__name__", "")):
+    while (frame := sys._getframe(level)).f_back and _OURS.match(frame.f_globals.get("__name__", "fxopt")):
         level += 1
     warnings.warn(text, category, stacklevel=level + 1)
 

@@ -131,7 +131,7 @@ class Memory:
 
         def parts(value: Node) -> Iterator[Node]:
             users = (user for user in value.users if name_of(user) not in until)
-            return (user for user in users if not self.gives_new_memory(user))
+            return (user for user in users if not self.gives_new_memory(user) and value in _viewed(user))
 
         return graph.reached([value], parts)
 
@@ -283,10 +283,11 @@ class Memory:
 
 def _viewed(node: Node) -> Collection[Node]:
     """The inputs that the value of a node may be a view of: an index is none, and what tensors choose is a copy."""
-    if node.op == "call_method" and node.target in _LIKE_ANOTHER:
-        return [each for each in node.args[:1] if isinstance(each, Node)]
     if node.target is not operator.getitem or len(node.args) != 2:
-        return node.all_input_nodes
+        first, facts = graph.first_argument(node), facts_of(node)
+        views_first = Fact.VIEW in facts and Fact.SEVERAL not in facts and isinstance(first, Node)
+        # Where it is not known to be a tensor, it may be an object with a method of this name.
+        return [first] if views_first and isinstance(graph.value_of(first), Tensor) else node.all_input_nodes
     index = node.args[1] if isinstance(node.args[1], tuple | list) else (node.args[1],)
     values = (graph.value_of(each) for each in index if isinstance(each, Node))
     chosen = any(isinstance(value, Tensor) and (value.dim() or value.dtype is torch.bool) for value in values)
@@ -303,7 +304,6 @@ def _is_number(node: Node) -> bool:
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size, torch.dtype, torch.device)
 _JOINING: tuple[Any, ...] = (operator.add, operator.mul)
-_LIKE_ANOTHER = frozenset({"to", "type_as", "view_as", "expand_as", "reshape_as"})
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -114,6 +114,17 @@ def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(value)
 
 
+def nested(value: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:
+    """Lists and dicts that are nested as the value is, with the result of `leaf` for each tensor, and None for all else."""
+    if isinstance(value, torch.Tensor):
+        return leaf(value)
+    if isinstance(value, tuple | list):
+        return [nested(item, leaf) for item in value]
+    if isinstance(value, dict) or is_open(value):
+        return {key: nested(item, leaf) for key, item in entries(value).items()}
+    return None
+
+
 def build_object(name: str, state: dict[str, Any]) -> Any:
     """A new object of the class of this qualified name with these attributes; its `__init__` does not run."""
     cls: Any = find(name)

@@ -55,7 +55,8 @@ _ROWS: dict[str, Fact] = {
     "div divide true_divide truediv pow": _NEW | Fact.ELEMENTWISE | Fact.SMOOTH_IN_FIRST,
     "sqrt rsqrt reciprocal log log2 log10 log1p tan acos asin floor ceil round trunc frac sign floor_divide floordiv "
     "remainder mod fmod softplus threshold hardshrink": _NEW | Fact.ELEMENTWISE,
-    "and or xor invert lshift rshift bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift eq ne lt le gt ge not_equal less less_equal greater greater_equal isnan isinf isfinite logical_not logical_and "
+    "and or xor invert lshift rshift bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift "
+    "eq ne lt le gt ge not_equal less less_equal greater greater_equal isnan isinf isfinite logical_not logical_and "
     "logical_or logical_xor": Fact.NEW | Fact.ELEMENTWISE,
     "sum mean amax amin var std logsumexp cumsum cat stack hstack vstack clone repeat repeat_interleave tile flip roll tril "
     "triu gather index_select index_add index_copy scatter scatter_add masked_select masked_scatter pad prelu glu "

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import platform
 import threading
@@ -34,7 +35,6 @@ MARGIN = 0.97
 
 _WORKING_SET = 2**25  # bytes of weights to go through, so that they come from memory as in a whole model
 _MOST_COPIES = 16  # of a layer, each with weights of its own
-_READ = 2**26  # bytes to read from memory to know how fast that is
 _SECONDS = 0.01  # how long to run each kernel of a layer
 
 _PROCESSES = "processes"  # in each row, how many found the same choice: 1.0 or 2.0
@@ -56,7 +56,7 @@ def fastest(
         alone: leave out those that need the weight beside the packed one.
 
     Returns:
-        Its name, `plain` for the layer as it is, and the seconds that each takes, with those for reading its weight from memory.
+        Its name, `plain` for the layer as it is, and the seconds that each takes.
 
     Example:
         >>> import torch
@@ -153,7 +153,7 @@ def _measure(layer: nn.Module, shape: Sequence[int], kernels: Sequence[str]) -> 
     dtype = layer.get_parameter("weight").dtype
     size = sum(p.numel() * p.element_size() for p in layer.parameters())
     generator = torch.Generator().manual_seed(0)  # its own: who draws numbers gets the same, measured or not
-    count = max(1, min(_MOST_COPIES, _WORKING_SET // max(1, size)))
+    count = min(_MOST_COPIES, math.ceil(_WORKING_SET / max(1, size)))
     copies = [_random_layer(layer, generator) for _ in range(count)]
     value = torch.randn(tuple(shape), generator=generator, device="cpu").to(dtype)
     runs = {PLAIN: copies} | {name: [packed_layer(copy, name, shape) for copy in copies] for name in kernels}
@@ -161,24 +161,12 @@ def _measure(layer: nn.Module, shape: Sequence[int], kernels: Sequence[str]) -> 
         # A convolution's packed kernel gives channels_last, and takes that from the one before it.
         layout = torch.channels_last if isinstance(layer, nn.Conv2d) else torch.contiguous_format
         packed_value = value.contiguous(memory_format=layout)
-        found = _times(
+        return _times(
             {
                 name: [functools.partial(each, value if name == PLAIN else packed_value) for each in layers]
                 for name, layers in runs.items()
             }
         )
-    weight = layer.get_parameter("weight")
-    rounding = {*kernels} - {*kernels_for(layer)}
-    # Here the weights come from caches, and in a large model from memory.
-    sizes = {name: weight.numel() if name in rounding else weight.nbytes for name in found}
-    return {name: took + sizes[name] / _bandwidth(torch.get_num_threads()) for name, took in found.items()}
-
-
-@functools.cache
-def _bandwidth(threads: int) -> float:
-    """How many bytes so many threads read from memory in a second."""
-    values = torch.zeros(_READ // 4, device="cpu")
-    return _READ / _times({PLAIN: [values.sum]})[PLAIN]
 
 
 def _random_layer(layer: nn.Module, generator: torch.Generator) -> nn.Module:

@@ -22,8 +22,8 @@ packing.is_slower = lambda layer, shape, kernel: False
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "long: left to `make test-all`; tests/README.md says which tests are")
-    config.addinivalue_line("markers", "nightly: left to `make test-all`; takes too long for every change")
+    config.addinivalue_line("markers", "long: left to `make test-long`; tests/README.md says which tests are")
+    config.addinivalue_line("markers", "nightly: left to `make test-all`, which runs each night")
     config.addinivalue_line("markers", "sweep(n): models of one kind; all but every n-th case are long")
 
 

@@ -81,6 +81,29 @@ WRITES = {
 }
 
 
+LIKE_ANOTHER = [
+    *(lambda m, x, y, name=name: getattr(x, name)(y) for name in ("to", "type_as", "view_as", "expand_as")),
+    lambda m, x, y: torch.Tensor.reshape_as(x, y),
+    lambda m, x, y: x.expand(y.shape),
+]
+
+
+@pytest.mark.parametrize("call", LIKE_ANOTHER)
+def test_what_is_made_like_another_is_no_view_of_it(call):
+    model = Function(lambda m, x, y: call(m, torch.tanh(x), torch.exp(y)) + 1).eval()
+    index = GraphIndex(fxopt.trace(model, (torch.zeros(3, 2), torch.ones(3, 2))))
+    first, other, made = node(index, "tanh"), node(index, "exp"), node(index, "add").args[0]
+    assert made is not first
+    assert index.memory.may_alias(made, first)
+    assert not index.memory.may_alias(made, other)
+    assert made not in [*index.memory.derived(other)]
+
+
+def test_an_object_with_a_method_of_that_name_may_give_its_argument():
+    index = index_of(lambda m, x, y: x.to(y).add_(1))
+    assert index.memory.may_alias(node(index, "to"), node(index, "y"))
+
+
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_are_seen(name):
     index = index_of(lambda m, x, y: (WRITES[name](m, x, y), x + 1))

@@ -36,6 +36,14 @@ def forget(monkeypatch):
     monkeypatch.setattr(tuning, "_once", {})
 
 
+@pytest.mark.parametrize(("features", "copies"), [(16, 16), (1024, 8), (2500, 2), (4000, 1)])
+def test_weights_come_from_memory(features, copies, monkeypatch):
+    found = {}
+    monkeypatch.setattr(tuning, "_times", lambda runs: found.update(runs) or dict.fromkeys(runs, 1.0))
+    tuning.measured(nn.Linear(features, features, bias=False), (1, features), [])
+    assert len(found["plain"]) == copies
+
+
 def test_every_kernel_is_measured():
     name, seconds = tuning.fastest(LAYER, SHAPE)
     assert {*seconds} == {"plain", *kernels_for(LAYER)}

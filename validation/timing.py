@@ -52,11 +52,15 @@ class Others:
 
     @staticmethod
     def _now() -> tuple[float, float, float]:
-        """Seconds that passed, that all cores worked (or were taken by other virtual machines), and that we worked."""
+        """Seconds that passed, that all cores worked (or were taken by other virtual machines), and that we and our compilers did."""
         machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
         working = ("user", "nice", "system", "irq", "softirq", "steal")
         busy = sum(getattr(machine, name, 0.0) for name in working)
-        return time.perf_counter(), busy, own.user + own.system
+        return (
+            time.perf_counter(),
+            busy,
+            sum(own[:4]),
+        )  # user and system, and those of children that have ended
 
 
 def peak_mb(run: Callable[[], object], device: str) -> float:

@@ -15,7 +15,7 @@ from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.capture.trace import check_model, trace
 from fxopt.errors import GuardError, TraceError
-from fxopt.objects import entries, is_open, tensors_in
+from fxopt.objects import nested, tensors_in
 from fxopt.torch_internals import FakeTensorMode
 
 # Example sizes. Only shapes matter to a capture; these are unlikely to equal a size of the model.
@@ -131,7 +131,7 @@ def _decoding_step(
             inputs[key], free[key] = value[:, :1], {0: Dim.AUTO}
         elif key == f"{prefix}attention_mask":
             inputs[key] = torch.cat([value, value[:, :1]], dim=1)
-    inputs[name], free[name] = cache, _free(cache, sizes)
+    inputs[name], free[name] = cache, nested(cache, lambda tensor: _of_sizes(tensor, sizes))
     order = list(inspect.signature(model.forward).parameters)
     return {key: inputs[key] for key in sorted(inputs, key=order.index)}, free
 
@@ -161,15 +161,9 @@ def _cache(model: torch.nn.Module, name: str, prefill: dict[str, Any]) -> Any:
     return cache
 
 
-def _free(value: Any, sizes: set[int]) -> Any:
-    """The entry of `dynamic_shapes` for a cache."""
-    if isinstance(value, torch.Tensor):
-        return {dim: Dim.AUTO for dim, size in enumerate(value.shape) if size in sizes}
-    if isinstance(value, (tuple, list)):
-        return [_free(item, sizes) for item in value]
-    if isinstance(value, dict) or is_open(value):
-        return {key: _free(item, sizes) for key, item in entries(value).items()}
-    return None
+def _of_sizes(tensor: torch.Tensor, sizes: set[int]) -> dict[int, Any]:
+    """The entry of `dynamic_shapes` that leaves dimensions of some sizes free."""
+    return {dim: Dim.AUTO for dim, size in enumerate(tensor.shape) if size in sizes}
 
 
 def _takes(traced: TracedModule, inputs: dict[str, torch.Tensor]) -> bool:

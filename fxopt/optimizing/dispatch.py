@@ -35,9 +35,8 @@ from fxopt.optimizing.report import GraphReport, Report
 from fxopt.optimizing.watching import State
 from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transforming
 
-_MOST_FAILURES = (
-    2  # how many graphs for one structure may be refused, dropped, or hold for one size that was to be free
-)
+# How many graphs for one structure may be refused, dropped, or hold for one size that was to be free.
+_MOST_FAILURES = 2
 _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_NUMBERS = 4  # how many values of one number may have a graph
 _RESTLESS = 4  # after so many changes of the model, a new state gets a graph at its second call alone
@@ -293,8 +292,12 @@ class Graphs:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
         device = next((each.device.type for each in self._model.parameters()), "cpu")
-        if device not in ("cpu", "cuda"):
-            return f"there are graphs for the CPU and CUDA, and the model is on {device}"
+        if device not in ("cpu", "cuda"):  # where only shapes are computed, nobody need know
+            return (
+                ""
+                if device == "meta"
+                else f"there are graphs for the CPU and CUDA, and the model is on {device}"
+            )
         return (
             "autocast is on; choose the precision when you optimize"
             if torch.is_autocast_enabled(device)

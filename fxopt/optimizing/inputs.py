@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
 
-from fxopt.objects import entries, is_open, tensors_in
+from fxopt.objects import entries, is_open, nested, tensors_in
 from fxopt.outputs import mapped
 
 Kind = tuple[str, int, tuple[str, ...]]
@@ -133,15 +133,7 @@ def dynamic_shapes(inputs: Mapping[str, Any], free: Sizes) -> dict[str, Any]:
         id(tensor): {dim: Dim.AUTO for dim in range(tensor.dim()) if (number, dim) in free}
         for number, tensor in enumerate(tensors_in(inputs))
     }
-
-    def spec(value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            return [*map(spec, value)]
-        if _has_entries(value):
-            return {key: spec(part) for key, part in entries(value).items()}
-        return specs.get(id(value))
-
-    return {name: spec(value) for name, value in inputs.items()}
+    return {name: nested(value, lambda tensor: specs.get(id(tensor))) for name, value in inputs.items()}
 
 
 def text_of(inputs: Mapping[str, Any], free: Sizes) -> str:

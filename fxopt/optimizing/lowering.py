@@ -124,7 +124,7 @@ def functions_of(traced: TracedModule, packed: dict[str, Packed]) -> Graph:
         if node.op == "call_module":
             function, args, kwargs = _call(index, node, packed)
             args, kwargs = torch.fx.node.map_arg((args, kwargs), known.__getitem__)
-            # torch.fx writes a function of torch by its name; a partial that is of this module becomes a global of the code.
+            # torch.fx writes a function of torch by its name. It makes a global of the code of a function with another module.
             bound: Any = functools.partial(function)
             bound.__name__, bound.__module__ = "layer", __name__
             known[node] = made.create_node("call_function", bound, args, kwargs, node.name)

@@ -73,8 +73,8 @@ def optimize(
         The module, for calls under `torch.no_grad()` or `torch.inference_mode()`, also from several threads. Its
         attributes are those of the model, and one that is set on either is set on both. `print(fast.report)` says what was
         done, and `fxopt.undo(fast)` gives the model back. `.to()`, `load_state_dict`, writes in place, swapped layers and
-        adapters, train and eval, and numbers, strings, flags and tensors on modules, also in lists, tuples, dicts and sets, are
-        noticed; after anything else call `fast.refresh()`.
+        adapters, train and eval, and numbers, strings, flags and tensors on modules, also in tuples, dicts, and lists and sets of at
+        most 1000 elements, are noticed; after anything else call `fast.refresh()`.
 
     Raises:
         TraceError: the model is one of torch.jit, has lazy parameters, or is wrapped, as by torch.compile.
@@ -82,7 +82,7 @@ def optimize(
             weights are on the meta device; or `keep_model=False` and there is no graph.
         ValueError: an unknown precision or engine, an engine or methods with `keep_model=False`, `auto` with `tune=False`, a name in `methods`
             that is not a method or is `forward`, or `max_graphs` is less than 1.
-        TypeError: it is no module; the example inputs do not fit the model's forward, or `dynamic_shapes` names others; or `keep_model=False`
+        TypeError: `model` is no module; the example inputs do not fit the model's forward, or `dynamic_shapes` names others; or `keep_model=False`
             and there are none.
 
     Example:

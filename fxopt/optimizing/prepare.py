@@ -15,7 +15,6 @@ from torch.fx import GraphModule
 
 from fxopt.capture import TracedModule, trace_method
 from fxopt.capture.runtime.input_guard import InputGuard
-from fxopt.capture.runtime.input_specs import TensorSpec
 from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.compare import cosine_similarity, norm_error, norm_errors, unlike
 from fxopt.engines import AUTO, TORCH, Unfit, engines_for, in_one_line, with_engine
@@ -52,15 +51,17 @@ from fxopt.version import __version__
 PRECISIONS: Mapping[str, float | None] = {"float32": None, "bfloat16": 0.999, "int8": 0.99}
 """For each precision, the cosine with float64 that outputs must have; None where they must be as exact as the model's."""
 
-MOST_ERROR = 2.0  # the largest error of a graph by that of the eager model, both against float64
-# Errors relative to the norm of an output:
-ROUNDING = (
-    5e-6  # what rounding in float32 makes in any deep model: of two smaller errors, luck has the smaller
-)
-MOST_ROUNDING = 0.05  # of the eager model's error no more counts: a model that overflows has a larger one
-SOMETHING_ELSE = 0.5  # of the eager model: no rounding, so that the graph in float64 computes something else
-ROUNDINGS = 4  # runs of copies with other rounding errors, where one run of the eager model does not tell
-MOST_ERROR_SEEN = SOMETHING_ELSE / 2  # of the errors in these runs no more counts
+# The largest error of a graph, divided by that of the eager model; both are errors against float64.
+MOST_ERROR = 2.0
+# Errors, divided by the norm of an output:
+# that of rounding in float32 in any deep model: which of two smaller ones is the larger, is luck,
+ROUNDING = 5e-6
+# the most of the eager model's that counts: a model that overflows has a larger one,
+MOST_ROUNDING = 0.05
+# and that of the eager model above which the graph in float64 computes something else.
+SOMETHING_ELSE = 0.5
+# How many copies with other rounding errors run, where one run of the eager model does not decide, and the most that counts of theirs.
+ROUNDINGS, MOST_ERROR_SEEN = 4, SOMETHING_ELSE / 2
 LEAST_SPEEDUP = 0.98  # a graph that is slower is not used: less is within what measuring leaves open
 _PASSES = {"bfloat16": ChangePrecision.__name__, "int8": QuantizeLinears.__name__}
 
@@ -145,7 +146,7 @@ def prepare(
                 f"{type(error).__name__} while its graph was made. Please report this with the model, torch "
                 f"{torch.__version__} and fxopt {__version__}: {first}"
             )
-    text = text_of(named, free if made is None else _free(made.traced))
+    text = text_of(named, free if made is None else _guard(made.traced).free_sizes)
     title = text if inputs.method == "forward" else f"{inputs.method}({text})"
     return made, GraphReport(title, seconds=time.perf_counter() - start, **facts)
 
@@ -162,7 +163,10 @@ def _captured(
             raise Unused(reason) from error
         facts["fixed"] = dict.fromkeys(guessed, f"because with free sizes {reason}")
         return _captured(model, inputs, None, set(), facts)
-    facts["fixed"] |= _fix_dtypes(traced)
+    guard = _guard(traced)
+    guard.fix_dtypes()
+    fixed = ((number, dim, line) for number, each in enumerate(guard.tensors) for dim, line in each.fixed_by)
+    facts["fixed"] |= {(number, dim): f"which the forward fixes at {line}" for number, dim, line in fixed}
     return traced
 
 
@@ -271,28 +275,6 @@ def _guard(traced: GraphModule) -> InputGuard:
     return next(module for module in traced.modules() if isinstance(module, InputGuard))
 
 
-def _free(traced: GraphModule) -> Sizes:
-    """The sizes that a graph leaves free."""
-    shapes = (each.shape for each in _guard(traced).inputs if isinstance(each, TensorSpec))
-    return {
-        (n, dim) for n, shape in enumerate(shapes) for dim, size in enumerate(shape) if isinstance(size, str)
-    }
-
-
-def _fix_dtypes(traced: TracedModule) -> dict[tuple[int, int], str]:
-    """Let a graph take the dtypes that it was made for alone: a cast that changes nothing in these goes.
-
-    Returns:
-        The sizes that the forward fixes, as the report has them.
-    """
-    guard = _guard(traced)
-    tensors = [each for each in guard.inputs if isinstance(each, TensorSpec)]
-    strict = {id(each): dataclasses.replace(each, strict_dtype=True, any_dtype=False) for each in tensors}
-    guard.inputs = tuple(strict.get(id(each), each) for each in guard.inputs)
-    fixed = ((number, dim, line) for number, each in enumerate(tensors) for dim, line in each.fixed_by)
-    return {(number, dim): f"which the forward fixes at {line}" for number, dim, line in fixed}
-
-
 def _judge(
     exact: Any, own: Any, found: Any, precision: str, facts: dict[str, Any], moved: Callable[[], Any]
 ) -> None:
@@ -333,7 +315,7 @@ def _without_options(text: str) -> str:
 
 
 def _memory(model: nn.Module, computed: Lowered, options: Options) -> float | None:
-    """The bytes of all weights, the graph's and the model's where it is kept, by those of the model's."""
+    """The bytes of all weights, the graph's and the model's where it is kept, divided by the bytes of the model's."""
     own = [*model.parameters()]
     held: list[Any] = [each for each in computed.traced.parameters() if not each.is_meta]
     held += [*computed.packed.values(), *(own if options.keep_model else ())]

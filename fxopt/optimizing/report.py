@@ -74,7 +74,7 @@ class Report(tuple[GraphReport, ...]):
 
     Attributes:
         called: the methods that were called other than forward, and not optimized.
-        fallbacks: what was warned of, each text once: why calls fell back to eager.
+        fallbacks: the reasons in the warnings so far, each once.
     """
 
     called: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class Report(tuple[GraphReport, ...]):
 
     def __str__(self) -> str:
         if self:
-            known = {report.reason for report in self}
+            known = {text for each in self for text in (each.reason, each.unused, *each.engines.values())}
             others = (f"warned: {reason}" for reason in self.fallbacks if reason not in known)
             return "\n".join([*map(str, self), *others])
         names = ", ".join(map(repr, self.called))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from fxopt.submodules import parts, split_path, tensors_of
 
 Function = Callable[..., Any]
 
-_SECONDS = 0.4  # how long to time a graph and the model
+_SECONDS = 0.25  # how long to time a function
 _SHORT = 0.01  # seconds: what takes less finds other values in the caches than its own, when something else ran before
 
 
@@ -74,9 +75,8 @@ class Trial:
             value, self._left = self._run(eager)
         except Unused:
             raise
-        except (
-            Exception
-        ) as error:  # fake tensors let pass what others do not, such as two dtypes in a product
+        except Exception as error:
+            # Fake tensors let pass what others do not, such as two dtypes in a product.
             raise Unused(f"it fails on these inputs, with {type(error).__name__}: {error}") from error
         self.places = [split_path(name) for name in self._left]
         for path, now, then in before:  # `weight_norm` computes the attribute `weight`
@@ -142,38 +142,47 @@ class Trial:
 
 def fastest(functions: Mapping[str, Function], inputs: Inputs) -> str:
     """The name of the function with the least median of times, taken in turns."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    begun = time.perf_counter()
-    while len(next(iter(times.values()))) < 3 or time.perf_counter() - begun < _SECONDS * len(functions):
-        for name, function in functions.items():
-            times[name].append(_seconds(function, inputs))
+    times = _in_turns(functions, inputs)
     return min(times, key=lambda name: statistics.median(times[name]))
 
 
 def speedup(model: Function, computed: Function, inputs: Inputs) -> float:
     """The model's time by the graph's: the median over rounds in which both run."""
-    ratios: list[float] = []
-    begun = time.perf_counter()
-    while len(ratios) < 3 or (len(ratios) < 50 and time.perf_counter() - begun < _SECONDS):
-        ratios.append(_seconds(model, inputs) / _seconds(computed, inputs))
-    return statistics.median(ratios)
+    times = _in_turns({"model": model, "graph": computed}, inputs)
+    ratios = map(operator.truediv, times["model"], times["graph"])
+    return float(statistics.median(ratios))
+
+
+def _in_turns(functions: Mapping[str, Function], inputs: Inputs) -> dict[str, list[float]]:
+    """The seconds of each function, in rounds in which all of them run."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    begun, rounds = time.perf_counter(), 0
+    while rounds < 3 or (rounds < 50 and time.perf_counter() - begun < _SECONDS * len(functions)):
+        for name, function in functions.items():
+            times[name].append(_seconds(function, inputs))
+        rounds += 1
+    return times
 
 
 def _seconds(function: Function, inputs: Inputs, again: bool = True) -> float:
     """The seconds of a call until its device has computed; of a short one, those of the second in a row, as in use."""
     copied = inputs.copied()
-    _wait(copied.args, copied.kwargs)
+    given = (*copied.args, *copied.kwargs.values())
+    # That of inputs on the CPU is the current one of torch.
+    devices: set[int | None] = {each.device.index for each in tensors_in(given) if each.is_cuda}
+    devices = devices or {None}
+    _wait(devices)
     start = time.perf_counter()
-    _wait(copied.args, copied.kwargs, function(*copied.args, **copied.kwargs))
+    function(*copied.args, **copied.kwargs)
+    _wait(devices)
     took = time.perf_counter() - start
     return _seconds(function, inputs, False) if again and took < _SHORT else took
 
 
-def _wait(*values: Any) -> None:
-    """Wait until the devices of these tensors have computed."""
-    for device in {tensor.device for tensor in tensors_in(values)}:
-        if device.type not in ("cpu", "meta"):
-            torch.accelerator.synchronize(device)
+def _wait(devices: Collection[int | None]) -> None:
+    """Wait until these CUDA devices have computed, where torch uses CUDA."""
+    for device in devices if torch.cuda.is_initialized() else ():
+        torch.cuda.synchronize(device)
 
 
 def _fault(index: GraphIndex, node: Node, written_input: bool) -> str | None:

@@ -25,7 +25,7 @@ _PLACED = (Tensor, nn.Parameter)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _WATCHED = (list, collections.OrderedDict, set)
 _CONTAINERS = (*_WATCHED, tuple, dict)
-_LONGEST = 1000  # elements of one of these that is watched: LeViT keeps half a million numbers in lists
+_LONGEST = 1000  # the most elements of a list, set or OrderedDict that is watched: LeViT keeps half a million numbers in lists
 # Hooks on states and gradients are among these.
 _OF_TORCH = vars(nn.Module()).keys() - {PARAMETERS, BUFFERS, MODULES, *FORWARD_HOOKS}
 
@@ -110,7 +110,7 @@ class State:
             return True  # at once
         then, current = _parts(before), _parts(now)
         if isinstance(now, dict) and MODULES not in now and [*then] != [*current]:
-            return False  # a forward may go through it; through the attributes of a module none does
+            return False  # a forward may iterate over a dict; over the attributes of a module hardly
         for key in then.keys() | current.keys():
             old, new = then.get(key, _PLAIN), current.get(key, _PLAIN)
             _, left = self._assigned.get((id(now), key), (None, None))

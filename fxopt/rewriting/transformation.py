@@ -63,7 +63,7 @@ class Transformation(abc.ABC):
             graph_module: the module to transform.
             lint_and_recompile: check the graph and generate its code again; `False` when several
                 transformations follow each other and the last one does it.
-            verify: run each site before and after on random inputs, and take a site back, with a warning, whose outputs differ by
+            verify: run each site before and after on random inputs, and take a site back, with a warning, if its outputs differ by
                 more than rounding, or than `tolerance`. A pass with neither `preserves_computation` nor `tolerance` is not
                 verified, with a warning. Shapes and dtypes come from the metadata of the nodes, or from example inputs of the
                 graph module, given here as a tuple.
@@ -103,7 +103,7 @@ class Transformation(abc.ABC):
 
     def _options(self) -> str:
         fields = [f.name for f in dataclasses.fields(self)] if dataclasses.is_dataclass(self) else list[str]()
-        # `preserves_computation` a composition takes from its parts.
+        # A composition takes `preserves_computation` from its parts.
         others = sorted(name for name in vars(self) if name not in (*fields, "preserves_computation"))
         return ", ".join(f"{name}={stable_text(getattr(self, name))}" for name in (*fields, *others))
 

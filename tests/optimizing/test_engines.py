@@ -301,8 +301,9 @@ def test_an_engine_that_fails_later_gives_way_to_torch(ran):
     model = layers()
     fast = fxopt.optimize(model, (X,), engine="openvino")
     ran["function"] = fails
-    with pytest.warns(fxopt.FallbackWarning, match="in the place of openvino: RuntimeError"):
+    with pytest.warns(fxopt.FallbackWarning, match="in the place of openvino: RuntimeError") as caught:
         torch.testing.assert_close(fast(Y), model(Y))
+    assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize("moves", [True, False])

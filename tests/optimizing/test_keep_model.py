@@ -62,9 +62,11 @@ def test_nothing_of_the_model_is_held(precision):
     with pytest.raises(fxopt.GuardError, match="for inference: call it under"):
         torch.func.vmap(alone)(x[None])
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    with pytest.raises(fxopt.GuardError, match="for inference: call it under"):
-        alone.forward(x)
-    handle.remove()
+    try:
+        with pytest.raises(fxopt.GuardError, match="for inference: call it under"):
+            alone.forward(x)
+    finally:
+        handle.remove()
 
 
 @torch.no_grad()

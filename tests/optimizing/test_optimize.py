@@ -4,6 +4,7 @@ import copy
 import pickle
 import sys
 import threading
+import types
 import warnings
 
 import pytest
@@ -96,6 +97,21 @@ def test_the_report_has_free_sizes_and_all_warnings():
         other(x)
     other.append(nn.ReLU())
     assert str(other.report).startswith("no graph yet: gradients are recorded")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("device", "warns"), [("mps", True), ("meta", False)])
+def test_a_model_on_another_device_falls_back_to_eager(device, warns, monkeypatch):
+    model, x = nn.Linear(4, 4).eval(), torch.randn(2, 4)
+    fast = fxopt.optimize(model)
+    elsewhere = types.SimpleNamespace(device=torch.device(device), requires_grad=False)
+    monkeypatch.setattr(model, "parameters", lambda: iter([elsewhere]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert torch.equal(fast(x), model(x))
+    assert [str(each.message) for each in caught] == [
+        f"Linear.forward falls back to eager: there are graphs for the CPU and CUDA, and the model is on {device}"
+    ] * warns
 
 
 @torch.no_grad()

@@ -115,6 +115,43 @@ def test_one_planted_cause_is_one_line_until_it_is_mended(name, run):
     assert not headline.since(night(run, 3), [good, bad, still]).causes
 
 
+def test_slower_graphs_of_optimize_are_one_line_with_the_commits_of_their_first_run(run):
+    names = {("MergeLinears",): "optimize", ("FuseBiasInLinear",): "optimize_int8"}
+
+    def timed(ratio):
+        def faulty(record):
+            name = names.get(record.case.pipeline)
+            if name is None or record.case.check is not Check.EFFECT:
+                return record
+            measured = {"latency_ratio": ratio, "latency_ratio_low": ratio, "latency_ratio_high": ratio}
+            return dataclasses.replace(
+                record, case=dataclasses.replace(record.case, pipeline=(name,)), measurements=measured
+            )
+
+        return faulty
+
+    nights = [night(run, number, timed(0.5 if number < 4 else 0.65)) for number in range(6)]
+    (cause,) = headline.since(nights[5], nights[:5]).causes
+    assert "latency ratio: 0.500 → 0.650" in cause.text
+    assert "optimize, optimize_int8" in cause.text or "optimize_int8, optimize" in cause.text
+    assert (cause.cases, cause.since) == (6, "c0ffee03..c0ffee04")
+
+
+def test_slower_graphs_of_optimize_take_no_failure_of_all_passes_along(run):
+    def both(record):
+        slow = record.case.pipeline == ("FuseBiasInLinear",)
+        case = dataclasses.replace(record.case, pipeline=("optimize",)) if slow else record.case
+        return wrong(
+            dataclasses.replace(
+                record, case=case, measurements=MEASURED | {"sites": 1.0} if slow else MEASURED
+            )
+        )
+
+    causes = headline.since(night(run, 1, both), [night(run, 0)]).causes
+    assert "MergeLinears fails in bert, resnet, whisper" in causes[0].text
+    assert not any("all fails" in cause.text for cause in causes)
+
+
 def test_two_causes_are_two_lines_the_one_with_more_cases_first(run):
     def both(record):
         return not_captured(measuring("FuseBiasInLinear", "resnet", Check.EFFECT, sites=1.0)(record))

@@ -105,12 +105,18 @@ def eager(model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared
 def compiled(
     model: nn.Module, inputs: Mapping[str, Any], threads: int, *, mode: str | None = None
 ) -> Prepared:
-    """`torch.compile` by inductor with frozen weights, from empty caches; of `generate()` the forward, with a static cache."""
+    """`torch.compile` by inductor with frozen weights, from empty caches.
+
+    For `generate()` it compiles the forward, which then has a static cache; the encoder of T5 stays eager.
+    """
     torch._dynamo.reset()
     if generates(inputs):
         module = copy.copy(model)
         module.forward = torch.compile(model.forward, mode=mode)
-        own = {"cache_implementation": "static"}
+        own = {
+            "cache_implementation": "static",
+            "disable_compile": True,
+        }  # on a GPU transformers compiles, too
     else:
         module, own = torch.compile(model, mode=mode), {}  # type: ignore[assignment]
     with torch._inductor.config.patch(freezing=True, force_disable_caches=True):

@@ -194,5 +194,5 @@ def called(model: Any, inputs: Mapping[str, Any]) -> Any:
 def in_float64(workload: Workload) -> list[Tensor]:
     """The tensors of the outputs of a copy of the model in float64."""
     with torch.no_grad():
-        wide = float64.in_float64(workload.model)  # TAESD names float32
+        wide = float64.in_float64(workload.model)  # the forward of TAESD names float32
         return list(tensors_in(called(wide, cast(workload.inputs, torch.float64))))

@@ -7,17 +7,15 @@ import io
 import numpy as np
 import pandas as pd
 
-from .engines import AGAIN, EAGER
-
 _TICKS = (0.5, 0.7, 1, 1.4, 2, 3, 4, 6)
 _INK = "#333333"
 
 
-def drawn(table: pd.DataFrame) -> bytes:
+def drawn(ran: pd.DataFrame) -> bytes:
     """Draw the speed-ups of one machine and precision as SVG: a row for each kind, a dot for each model, a bar for the mean.
 
     Args:
-        table: the rows of `zoo.parquet` that belong together.
+        ran: the rows of `zoo.parquet` that belong together, of engines that ran.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -25,13 +23,12 @@ def drawn(table: pd.DataFrame) -> bytes:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    ran = table[(table["reason"] == "") & ~table["engine"].isin([EAGER, AGAIN])]
     kinds, engines = ["all", *ran["kind"].unique()], [*ran["engine"].unique()]
     figure = Figure(figsize=(8.3, 1 + 0.11 * len(kinds) * (len(engines) + 1.5)), layout="constrained")
     axes = figure.subplots()
     for place, engine in enumerate(engines):
         own = ran[ran["engine"] == engine]
-        heights = [row + (place - len(engines) / 2) / (len(engines) + 1.5) for row in range(len(kinds))]
+        heights = [row + (place - (len(engines) - 1) / 2) / (len(engines) + 1.5) for row in range(len(kinds))]
         groups = [own if kind == "all" else own[own["kind"] == kind] for kind in kinds]
         means = [np.exp(np.log(group["speedup"]).mean()) for group in groups]
         (bars,) = axes.plot(means, heights, "|", markersize=9, markeredgewidth=3, label=engine)
@@ -42,7 +39,9 @@ def drawn(table: pd.DataFrame) -> bytes:
     axes.set_xscale("log")
     axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
     axes.minorticks_off()
-    axes.set_xlabel("eager's time by the engine's (dots: models, bars: geometric means)", color=_INK)
+    first = ran.iloc[0]
+    where = f"{first['precision']}, {first['threads']} threads, {first['machine'].partition(';')[0]}"
+    axes.set_xlabel(f"eager's time ÷ the engine's (dots: models, bars: geometric means); {where}", color=_INK)
     counts = [ran["model"].nunique(), *(ran[ran["kind"] == kind]["model"].nunique() for kind in kinds[1:])]
     axes.set_yticks(range(len(kinds)), [f"{kind}, {n}" for kind, n in zip(kinds, counts, strict=True)])
     axes.invert_yaxis()

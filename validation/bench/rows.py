@@ -135,10 +135,12 @@ def _ready(
     row.first_call_s = time.perf_counter() - start
     row.error, row.cosine = exactness(outputs, exact)
     if prepared.model is not None:
-        report = prepared.model.report
-        row.eager = portable(report[-1].reason or "") if report else str(report)
-        row.taken = report[-1].engine if report else ""
-        row.memory = (report[-1].memory if report else None) or math.nan
+        report = prepared.model.report  # of `generate()`, with several graphs
+        used = [each for each in report if each.reason is None]
+        reason_of_last = (report[-1].reason if report else None) or str(report)
+        row.eager = "" if used else portable(reason_of_last)
+        row.taken = "+".join(dict.fromkeys(each.engine for each in used))
+        row.memory = max((each.memory or math.nan for each in used), default=math.nan)
     turn = second_of_two(prepared.run, functools.partial(prepared.feed, workload.inputs), wait)
     for _ in range(WARM_UP):
         turn()
@@ -146,9 +148,12 @@ def _ready(
 
 
 def exactness(outputs: list[torch.Tensor], exact: list[torch.Tensor]) -> tuple[float, float]:
-    """The worst output: its error to float64, relative to its largest value, and its cosine.
+    """The worst output: its error to float64, relative to its largest value, and its cosine; of tokens, the shares that differ and agree.
 
     Raises `AssertionError` when they are not of the same number and shapes.
     """
     error = compare_outputs(exact, outputs, dtypes=False).max_rel
+    if exact and not any(tensor.is_floating_point() for tensor in exact):
+        alike = min(float((own == its).double().mean()) for own, its in zip(outputs, exact, strict=True))
+        return 1 - alike, alike
     return error, cosine_similarity(exact, outputs)

@@ -35,7 +35,7 @@ twice, of which the second run counts. The *speed-up* is eager's time divided by
 median with its 95 % bootstrap interval. `{AGAIN}` is the same model once more: the distance of its speed-up from 1 is the \
 error of the measurement. All engines have the same number of threads. *Ready* is the time from the model in memory to \
 the first result. *Error* is the largest difference from the model in float64, as a multiple of eager's; *cosine* is the similarity \
-to float64; both are of the worst output. *Memory* is that of all weights, as a multiple of the model's.
+to float64; both are of the worst output. Of generated tokens, *cosine* is the share that is equal. *Memory* is that of all weights, as a multiple of the model's.
 
 *No graph* counts the models for which `fxopt.optimize` runs the eager model. *Slower* counts speed-ups below {SLOWER}. \
 Nothing in fxopt was chosen by looking at an *unseen* model. ⚠️ marks models that were measured while the machine was not idle."""
@@ -88,17 +88,19 @@ def zoo(
         buffer = io.BytesIO()
         table.to_parquet(buffer, index=False)
         store.replace(file, buffer.getvalue())
-    try:
-        store.replace(out / "zoo.svg", plot.drawn(_largest(table)))
-    except ModuleNotFoundError as error:
-        typer.echo(f"no picture: {error.name} is not installed (the extra `peers` brings it)", err=True)
     machine.write("zoo", out, "fxopt and its peers on popular models", INTRODUCTION, *document(table))
+    ran = table[(table["reason"] == "") & ~table["engine"].isin([EAGER, AGAIN])]
+    if len(ran):
+        try:
+            store.replace(out / "zoo.svg", plot.drawn(_largest(ran)))
+        except ModuleNotFoundError as error:
+            typer.echo(f"no picture: {error.name} is not installed (the extra `peers` brings it)", err=True)
 
 
 def _largest(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the machine, the number of threads and the precision of which there are most models."""
+    """The rows of the machine, number of threads and precision with most models; of several, those in float32."""
     groups = [group for _, group in table.groupby(KEYS[1:])]
-    return max(groups, key=lambda group: group["model"].nunique())
+    return max(groups, key=lambda group: (group["model"].nunique(), group["precision"].iloc[0] == "float32"))
 
 
 def _versions() -> str:
@@ -176,6 +178,6 @@ def _line(model: str, own: pd.DataFrame) -> dict[str, str]:
             cells["cosine"] = f"{row['cosine']:.6f}"
             cells["memory"] = "" if np.isnan(row["memory"]) else f"{row['memory']:.2f}"
         else:
-            taken = f", {row['taken']}" if row["taken"] in ENGINES else ""
+            taken = f", {row['taken']}" if {*row["taken"].split("+")} & {*ENGINES} else ""
             cells[name] = f"{row['speedup']:.2f}{taken}"
     return cells

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import pandas as pd
 
 from ..records import AGAIN, FAILING, TIMED, Outcome, counted
-from ..zoo.plan import ALL, EXACT
+from ..zoo.plan import ALL, EXACT, OPTIMIZED
 from .compare import VANISHED
 
 CAPTURE = {"load": "is not built", "run the model": "does not run", "capture": "is not captured"}
@@ -70,7 +70,7 @@ def causes(
     joined = changes[changes["regression"]].drop(columns="regression").join(rows, on="id")
     worse = [_Change(*row) for row in joined.fillna("").astype(str).itertuples(index=False, name=None)]
     singles = [each.pipeline for each in worse if each.pipeline and "+" not in each.pipeline]
-    alone = Counter(name for name in singles if name not in PASSES)
+    alone = Counter(name for name in singles if name not in (*PASSES, *OPTIMIZED))
     of_model: dict[str, set[str]] = defaultdict(set)
     for each in worse:
         of_model[each.model].add(each.pipeline)
@@ -138,6 +138,8 @@ def _key(change: _Change, guilty: Sequence[str]) -> tuple[str, ...]:
         return (change.kind,)
     if change.lost:
         return change.stage, re.sub(r"'[^']*'|\S*[/\d]\S*", "…", change.explanation)
+    if change.pipeline in OPTIMIZED:
+        return "optimize", change.kind
     if change.pipeline:
         return "pass", (*guilty, change.pipeline)[0]
     return "graph", change.kind
@@ -149,12 +151,15 @@ def _cause(group: Sequence[_Change], since: str) -> Cause:
     command = AGAIN.format(model=first.model, case=first.id) + first.options
     command = command if first.kind != VANISHED else ""
     cases = len({each.id for each in group})
+    since = first.explanation if first.kind == "latency" else since  # it is seen later than it comes
     return Cause(" ".join(_text(first, others, models)), models, cases, since, command)
 
 
 def _text(first: _Change, others: Sequence[_Change], models: tuple[str, ...]) -> Iterator[str]:
     """The sentence: who, what, where, by how much; then the other kinds of changes with the same cause."""
     where, what = _named(models), first.pipeline.replace("+", " → ") or "The graph"
+    if first.pipeline in OPTIMIZED:
+        what = _named(tuple(dict.fromkeys(each.pipeline for each in (first, *others))))
     if first.kind == VANISHED:
         yield f"{where}: {counted(len(others) + 1, 'case')} vanished"
     elif first.lost:

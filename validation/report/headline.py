@@ -119,17 +119,18 @@ def compared(
     changes = pd.concat([compare(good, table, part=part), latencies], ignore_index=True).sort_values(
         "regression", ascending=False, kind="stable", ignore_index=True
     )
-    bad = commit_of(table if first is None else first)
-    commits = f"{commit_of(good)}..{bad}" if bad != commit_of(good) else bad
+    commits = between(good, table if first is None else first)
     return Since(str(good["run"].iloc[0]), commit_of(good), changes, causes(changes, table, good, commits))
 
 
 def latency_changes(tables: list[pd.DataFrame]) -> pd.DataFrame:
-    """The latencies that changed for good by the last of some runs, as changes."""
-    rows = [
-        (change > 0, "latency", case, trend.LATENCY, f"{was:.3f}", f"{now:.3f}", f"since {since}")
-        for case, _, since, was, now, change in trend.latencies(tables).itertuples(index=False, name=None)
-    ]
+    """The latencies that changed for good by the last of some runs, as changes; each is explained by its commits."""
+    runs = [str(table["run"].max()) for table in tables]
+    rows = []
+    for case, _, since, was, now, change in trend.latencies(tables).itertuples(index=False, name=None):
+        at = runs.index(since)
+        commits = between(tables[at - 1], tables[at])
+        rows.append((change > 0, "latency", case, trend.LATENCY, f"{was:.3f}", f"{now:.3f}", commits))
     return pd.DataFrame(rows, columns=CHANGE).astype({"regression": bool})
 
 
@@ -173,6 +174,11 @@ def told(cause: Cause) -> str:
     """The number of cases and models of a cause, and the commits between which it came."""
     between = f", since {cause.since}" if cause.since else ""
     return f"{counted(cause.cases, 'case')} of {counted(len(cause.models), 'model')}{between}"
+
+
+def between(good: pd.DataFrame, bad: pd.DataFrame) -> str:
+    """The commits of a good run and of the first bad one, of which the latter or one between them is the cause."""
+    return "..".join(dict.fromkeys((commit_of(good), commit_of(bad))))
 
 
 def commit_of(table: pd.DataFrame) -> str:

@@ -58,6 +58,30 @@ class InputGuard(torch.nn.Module):
         # Each condition and expression in words of the inputs; made here, because torch.compile cannot.
         self.words = {text: self._in_words(formula) for text, formula in self._formulas.items()}
 
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        """The descriptions of the tensors, in the order of the inputs."""
+        return [each for each in self.inputs if isinstance(each, TensorSpec)]
+
+    @property
+    def free_sizes(self) -> set[tuple[int, int]]:
+        """The free dimensions, each as the number of the tensor and of the dimension."""
+        return {
+            (number, dim)
+            for number, each in enumerate(self.tensors)
+            for dim, size in enumerate(each.shape)
+            if isinstance(size, str)
+        }
+
+    def fix_dtypes(self) -> None:
+        """Take the dtypes of the capture alone: then a cast that changes nothing in these may go."""
+        self.inputs = tuple(
+            dataclasses.replace(each, strict_dtype=True, any_dtype=False)
+            if isinstance(each, TensorSpec)
+            else each
+            for each in self.inputs
+        )
+
     def forward(self, **named: Any) -> None:
         """Check the placeholders, given by name."""
         sizes: dict[str, int] = {}

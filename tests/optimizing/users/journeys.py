@@ -44,7 +44,7 @@ class Pair:
 
 @torch.no_grad()
 def wrong(subject: Subject) -> dict[str, str]:
-    """Take all journeys with a model: what is wrong, by the name of the journey."""
+    """Take all journeys with a model: what is wrong, by the name of the journey; `report` where there never was a graph."""
     found: dict[str, str] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -57,8 +57,8 @@ def wrong(subject: Subject) -> dict[str, str]:
             reasons += [report.reason for report in pair.fast.report]
             if journey.__name__ in found:  # the two may have other weights now
                 pair = Pair.of(subject)
-    if not reasons:
-        found["report"] = "no graph and no reason"
+    if None not in reasons:
+        found["report"] = f"no graph: {reasons}"
     unknown = [reason for reason in reasons if "Please report this" in (reason or "")]
     return found | ({"report": unknown[0]} if unknown else {})
 
