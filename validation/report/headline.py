@@ -164,10 +164,16 @@ def to_do(since: Since) -> str:
     if not since.causes or not since.run:
         return ""
     accept = "A change that is right: `fxopt accept CASE --reason ...`."
-    good, _, bad = since.causes[0].since.partition("..")
-    if not bad or "-dirty" in f"{good}{bad}" or "unknown" in (good, bad):
-        return accept
-    return f"The commit: `git bisect start {bad} {good}`, then `git bisect run COMMAND`. {accept}"
+    numbers: dict[str, list[str]] = {}
+    for number, cause in enumerate(since.causes, 1):
+        if ".." in cause.since and "-dirty" not in cause.since and "unknown" not in cause.since:
+            numbers.setdefault(cause.since, []).append(str(number))
+    steps = []
+    for commits, causes in numbers.items():
+        good, _, bad = commits.partition("..")
+        of = f" of {', '.join(causes)}" if len(numbers) > 1 else ""
+        steps.append(f"The commit{of}: `git bisect start {bad} {good}`, then `git bisect run COMMAND`.")
+    return " ".join([*steps, accept])
 
 
 def told(cause: Cause) -> str:
