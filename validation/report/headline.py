@@ -169,9 +169,9 @@ def to_do(since: Since) -> str:
         if ".." in cause.since and "-dirty" not in cause.since and "unknown" not in cause.since:
             numbers.setdefault(cause.since, []).append(str(number))
     steps = []
-    for commits, causes in numbers.items():
+    for commits, own in numbers.items():
         good, _, bad = commits.partition("..")
-        of = f" of {', '.join(causes)}" if len(numbers) > 1 else ""
+        of = f" of {', '.join(own)}" if len(numbers) > 1 else ""
         steps.append(f"The commit{of}: `git bisect start {bad} {good}`, then `git bisect run COMMAND`.")
     return " ".join([*steps, accept])
 
