@@ -21,6 +21,11 @@ OPTIONAL = ("diffusers", "peft", "sentence_transformers")
 """Libraries that the tests do not install, but `make docs-users` does."""
 CODE = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 MODULES = ["fxopt", *(m.name for m in pkgutil.walk_packages(fxopt.__path__, "fxopt."))]
+HARNESS = [
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for file in sorted((ROOT / "validation").rglob("*.py"))
+    if ">>> " in file.read_text()
+]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +74,7 @@ def test_documentation(page, checkpoints):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [*MODULES, *HARNESS])
 def test_docstrings(name, checkpoints):
     torch.manual_seed(0)
     failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)

@@ -28,17 +28,6 @@ class Good(nn.Module):
         return
 
 
-class Activated(Good):
-    """Two layers with a GELU between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.second = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(nn.functional.gelu(self.linear(x)))
-
-
 class Segfault(Good):
     def before(self, x: Tensor) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)

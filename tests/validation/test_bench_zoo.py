@@ -99,15 +99,7 @@ def small(monkeypatch):
 def test_a_run_that_was_cut_goes_on(tmp_path, small):
     options = [
         "zoo",
-        "--threads",
-        "1",
-        "--rounds",
-        "2",
-        "--seconds",
-        "0",
-        "--engines",
-        "fxopt",
-        "--out",
+        *["--threads", "1", "--rounds", "2", "--seconds", "0", "--engines", "fxopt", "--out"],
         str(tmp_path),
     ]
     for arguments in (["--models", "be"], []):

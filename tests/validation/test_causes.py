@@ -116,40 +116,23 @@ def test_one_planted_cause_is_one_line_until_it_is_mended(name, run):
 
 
 def test_slower_graphs_of_optimize_are_one_line_with_the_commits_of_their_first_run(run):
-    names = {("MergeLinears",): "optimize", ("FuseBiasInLinear",): "optimize_int8"}
+    names = {("MergeLinears",): ("optimize",), ("FuseBiasInLinear",): ("optimize_int8",)}
 
-    def timed(ratio):
-        def faulty(record):
-            name = names.get(record.case.pipeline)
-            if name is None or record.case.check is not Check.EFFECT:
-                return record
-            measured = {"latency_ratio": ratio, "latency_ratio_low": ratio, "latency_ratio_high": ratio}
-            return dataclasses.replace(
-                record, case=dataclasses.replace(record.case, pipeline=(name,)), measurements=measured
-            )
+    def optimized(record, ratio):
+        name = names.get(record.case.pipeline) if record.case.check is Check.EFFECT else None
+        measured = dict.fromkeys(("latency_ratio", "latency_ratio_low", "latency_ratio_high"), ratio)
+        case = dataclasses.replace(record.case, pipeline=name)
+        return dataclasses.replace(record, case=case, measurements=measured) if name else record
 
-        return faulty
-
-    nights = [night(run, number, timed(0.5 if number < 4 else 0.65)) for number in range(6)]
-    (cause,) = headline.since(nights[5], nights[:5]).causes
-    assert "latency ratio: 0.500 → 0.650" in cause.text
-    assert "optimize, optimize_int8" in cause.text or "optimize_int8, optimize" in cause.text
-    assert (cause.cases, cause.since) == (6, "c0ffee03..c0ffee04")
-
-
-def test_slower_graphs_of_optimize_take_no_failure_of_all_passes_along(run):
-    def both(record):
-        slow = record.case.pipeline == ("FuseBiasInLinear",)
-        case = dataclasses.replace(record.case, pipeline=("optimize",)) if slow else record.case
-        return wrong(
-            dataclasses.replace(
-                record, case=case, measurements=MEASURED | {"sites": 1.0} if slow else MEASURED
-            )
-        )
-
-    causes = headline.since(night(run, 1, both), [night(run, 0)]).causes
-    assert "MergeLinears fails in bert, resnet, whisper" in causes[0].text
-    assert not any("all fails" in cause.text for cause in causes)
+    ratios = [0.5] * 4 + [0.65] * 2
+    nights = [night(run, number, lambda r, x=x: optimized(r, x)) for number, x in enumerate(ratios)]
+    nights.append(night(run, 6, lambda record: optimized(wrong(record), 0.65)))
+    since = headline.since(nights[-1], nights[:-1])
+    failing, slower = since.causes
+    assert failing.text.startswith("MergeLinears fails in bert, resnet, whisper")
+    assert "optimize, optimize_int8, latency ratio: 0.500 → 0.650 (+30%) in bert" in slower.text
+    assert (failing.since, slower.since) == ("c0ffee05..c0ffee06", "c0ffee03..c0ffee04")
+    assert "The commit of 2: `git bisect start c0ffee04 c0ffee03`" in headline.to_do(since)
 
 
 def test_two_causes_are_two_lines_the_one_with_more_cases_first(run):

@@ -125,11 +125,6 @@ def test_a_new_case_is_no_regression(changes):
     assert kinds(changes(both[:1], both)) == [("added", False)]
 
 
-@pytest.mark.parametrize(("was", "now", "worse"), [(12, 11, True), (12, 0, True), (11, 12, False)])
-def test_sites(was, now, worse, changes):
-    assert kinds(changes(measured(sites=was), measured(sites=now))) == [("sites", worse)]
-
-
 def test_refusals_are_told_but_are_no_regression(changes):
     assert kinds(changes(measured(refused=1), measured(refused=2))) == [("refused", False)]
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import doctest
 import math
-from types import ModuleType
 
 import pytest
 import torch
 
-from validation.checks import accuracy
 from validation.checks.accuracy import agreement
 from validation.regressions import metric
-
-
-@pytest.mark.parametrize(("module", "examples"), [(metric, 2), (accuracy, 1)])
-def test_the_examples_run(module: ModuleType, examples: int) -> None:
-    assert doctest.testmod(module) == (0, examples)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import doctest
 import html.parser
 import math
 import re
@@ -323,10 +322,3 @@ def test_the_terminal_does_not_drown_in_failures(run, tmp_path):
     text = report.terminal_summary(table_of(records, run, tmp_path))
     assert text.count(" fails in ") == 20
     assert "180 more causes" in text
-
-
-@pytest.mark.parametrize("module", [headline, markdown, wording])
-def test_the_examples_of_docstrings_run(module):
-    result = doctest.testmod(module)
-    assert result.attempted > 0
-    assert result.failed == 0

@@ -107,16 +107,7 @@ def test_one_outlier_before_hides_no_slowdown():
     assert len(trend.latencies(nights(ratio, cases=3))) == 3
 
 
-def test_runs_without_latencies_have_none():
-    assert trend.latencies([pd.DataFrame({"id": ["a"]})]).empty
-
-
 def test_one_case_is_followed(history):
     table = trend.follow(history(lambda number, night: 0.9), CASES[0].id)
     assert len(table) == 20
     assert table["outcome"].iloc[-1] == "fail"
-
-
-def test_unknown_cases_are_errors(history):
-    with pytest.raises(store.ReportError, match="no-such-case"):
-        trend.follow(history(lambda number, night: 0.9), "no-such-case")

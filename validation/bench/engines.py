@@ -105,10 +105,7 @@ def eager(model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared
 def compiled(
     model: nn.Module, inputs: Mapping[str, Any], threads: int, *, mode: str | None = None
 ) -> Prepared:
-    """`torch.compile` by inductor with frozen weights, from empty caches.
-
-    For `generate()` it compiles the forward, which then has a static cache; the encoder of T5 stays eager.
-    """
+    """`torch.compile` with frozen weights, from empty caches; of a model that generates, the forward, with a static cache."""
     torch._dynamo.reset()
     if generates(inputs):
         module = copy.copy(model)

@@ -8,14 +8,12 @@ import numpy as np
 import pandas as pd
 
 _TICKS = (0.5, 0.7, 1, 1.4, 2, 3, 4, 6)
-_INK = "#333333"
 
 
 def drawn(ran: pd.DataFrame) -> bytes:
     """Draw the speed-ups of one machine and precision as SVG: a row for each kind, a dot for each model, a bar for the mean.
 
-    Args:
-        ran: the rows of `zoo.parquet` that belong together, of engines that ran.
+    `ran` has the rows of `zoo.parquet` of engines that ran.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -35,13 +33,13 @@ def drawn(ran: pd.DataFrame) -> bytes:
         for group, height in zip(groups[1:], heights[1:], strict=True):
             dots = np.full(len(group), height)
             axes.plot(group["speedup"], dots, "o", color=bars.get_color(), markersize=4, alpha=0.35, mew=0)
-    axes.axvline(1, color=_INK, linewidth=0.8)
+    axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
     axes.minorticks_off()
     first = ran.iloc[0]
     where = f"{first['precision']}, {first['threads']} threads, {first['machine'].partition(';')[0]}"
-    axes.set_xlabel(f"eager's time ÷ the engine's (dots: models, bars: geometric means); {where}", color=_INK)
+    axes.set_xlabel(f"eager's time ÷ the engine's (dots: models, bars: geometric means); {where}")
     counts = [ran["model"].nunique(), *(ran[ran["kind"] == kind]["model"].nunique() for kind in kinds[1:])]
     axes.set_yticks(range(len(kinds)), [f"{kind}, {n}" for kind, n in zip(kinds, counts, strict=True)])
     axes.invert_yaxis()

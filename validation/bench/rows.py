@@ -137,8 +137,7 @@ def _ready(
     if prepared.model is not None:
         report = prepared.model.report  # of `generate()`, with several graphs
         used = [each for each in report if each.reason is None]
-        reason_of_last = (report[-1].reason if report else None) or str(report)
-        row.eager = "" if used else portable(reason_of_last)
+        row.eager = "" if used else portable((report and report[-1].reason) or str(report))
         row.taken = "+".join(dict.fromkeys(each.engine for each in used))
         row.memory = max((each.memory or math.nan for each in used), default=math.nan)
     turn = second_of_two(prepared.run, functools.partial(prepared.feed, workload.inputs), wait)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -62,12 +62,10 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         return Finding(Outcome.FAIL, reason, measured)
 
 
-def _in_this_process(options: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+def _in_this_process(options: Mapping[str, Any]) -> Any:
     """Have inductor compile in this process: workers of its own would still start while the next case is timed."""
     if options.get("engine") != "inductor":
         return contextlib.nullcontext()
     from torch._inductor import config  # only here: it takes a second
 
-    found: Any = config
-    patched: contextlib.AbstractContextManager[Any] = found.patch(compile_threads=1)
-    return patched
+    return cast(Any, config).patch(compile_threads=1)

@@ -165,9 +165,12 @@ def _text(first: _Change, others: Sequence[_Change], models: tuple[str, ...]) ->
     elif first.lost:
         yield f"{where} {CAPTURE[first.stage]}: {first.explanation.removesuffix(f' in stage {first.stage}')}"
     elif first.kind in _VERDICTS:
-        yield f"{what} {_VERBS.get(first.after, 'got worse')} in {where}: {first.explanation}"
+        reason = first.explanation.partition("; ")[0]  # the table of failures has all of it
+        yield f"{what} {_VERBS.get(first.after, 'got worse')} in {where}: {reason}"
     else:
         change = " → ".join(filter(None, (first.before, first.after)))
+        if first.kind == "latency":
+            change += f" ({float(first.after) / float(first.before) - 1:+.0%})"
         yield f"{what}, {_noun(first)}: {change} in {first.model}"
         if len(models) > 1:
             yield f"(also worse in {_named(tuple(name for name in models if name != first.model))})"
