@@ -84,8 +84,17 @@ def written_parameters(module: nn.Module) -> Iterator[Tensor]:
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Tell whether a module has hooks on its forward, which may do anything, but for those of torch that compute a weight."""
-    hooks = (hook for name in FORWARD_HOOKS for hook in vars(module).get(name, {}).values())
-    return any(not type(hook).__module__.startswith("torch.nn.utils.") for hook in hooks)
+    return any(not type(hook).__module__.startswith("torch.nn.utils.") for hook in _forward_hooks(module))
+
+
+def has_hooks_of_users(module: nn.Module) -> bool:
+    """Tell the same of hooks other than those of transformers, which do nothing unless it collects the outputs of layers."""
+    homes = (str(getattr(hook, "__module__", type(hook).__module__)) for hook in _forward_hooks(module))
+    return any(not home.startswith(("torch.nn.utils.", "transformers.")) for home in homes)
+
+
+def _forward_hooks(module: nn.Module) -> Iterator[Any]:
+    return (hook for name in FORWARD_HOOKS for hook in vars(module).get(name, {}).values())
 
 
 def _written_by_module(node: Node, module: nn.Module) -> tuple[Node, ...] | None:

@@ -387,7 +387,7 @@ def _probe(body: GraphModule, inputs: tuple[Tensor, ...], run: Function) -> None
                 for tensor, shape in zip(inputs, shapes, strict=True)
             )
             try:
-                wanted = body(*given)
+                wanted = body.forward(*given)  # called as a module, torch.fx prints the error
             except Exception:  # sizes that the model does not take together
                 continue
             found = run(*given)

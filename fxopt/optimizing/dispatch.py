@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import heapq
 import itertools
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -286,6 +287,8 @@ class Graphs:
             return cannot_tell()
         if self._model.training:
             return "it is in training mode; call .eval()"
+        if _is_collecting():
+            return "an outer model collects the outputs of its layers, by hooks that no graph runs"
         tensors = itertools.chain(
             self._model.parameters(), tensors_in((*inputs.args, *inputs.kwargs.values()))
         )
@@ -325,6 +328,12 @@ class Graphs:
         if reason and reason not in self._warned:
             self._warned[reason] = None
             warn(f"{type(self._model).__name__}.{inputs.method} {consequence}: {reason}", FallbackWarning)
+
+
+def _is_collecting() -> bool:
+    """Tell whether a model of transformers, of which this may be a part, collects outputs of layers, such as hidden states."""
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    return collector is not None and bool(collector.get())
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from fxopt import effects
 from fxopt.capture import TracedModule, trace_method
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.traced_module import ASSIGNED
@@ -24,7 +25,7 @@ from fxopt.kernels import PACKED
 from fxopt.optimizing.inputs import Inputs, Sizes, dynamic_shapes, text_of
 from fxopt.optimizing.lowering import Lowered, lowered
 from fxopt.optimizing.report import GraphReport
-from fxopt.optimizing.trial import Trial, Unused, fastest, speedup
+from fxopt.optimizing.trial import Failed, Trial, Unused, fastest, speedup
 from fxopt.packing import Tune
 from fxopt.passes import fold_scale_and_shift
 from fxopt.passes.change_precision import ChangePrecision
@@ -100,11 +101,19 @@ def prepare(
 
     Returns:
         The graph, or None where the model itself is to run; and the report.
+
+    Raises:
+        Exception: what the model raises for these inputs.
     """
     start, eager, made = time.perf_counter(), getattr(model, inputs.method), None
     facts: dict[str, Any] = {"fixed": {}}
     named = inputs.named(eager)
     try:
+        for path, module in model.named_modules():
+            if path and effects.has_hooks_of_users(
+                module
+            ):  # those of the model itself run outside of its forward
+                raise Unused(f"a layer has hooks on its forward, at {path}")
         enter("capture")
         guessed = free if dynamic is None else set()
         traced = _captured(
@@ -138,6 +147,8 @@ def prepare(
                 facts["speedup"] = max(facts["speedup"], speedup(*runs))
             if facts["speedup"] < LEAST_SPEEDUP:
                 raise Unused("the graph is slower than eager")
+    except Failed as error:
+        raise error.__cause__ or error from None
     except Exception as error:  # the model can still run, and whoever reads the report can tell us
         made, facts["reason"] = None, str(error)
         if not isinstance(error, Unused):

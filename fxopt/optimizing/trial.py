@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from fxopt import effects, graph
 from fxopt.capture import TracedModule
-from fxopt.capture.runtime.traced_module import ASSIGNED
+from fxopt.capture.runtime.traced_module import ASSIGNED, HOOKED
 from fxopt.compare import norm_error, unlike
 from fxopt.graph_index import GraphIndex
 from fxopt.objects import tensors_in
@@ -26,12 +26,17 @@ from fxopt.submodules import parts, split_path, tensors_of
 
 Function = Callable[..., Any]
 
+
 _SECONDS = 0.25  # how long to time a function
 _SHORT = 0.01  # seconds: what takes less finds other values in the caches than its own, when something else ran before
 
 
 class Unused(Exception):
     """The model falls back to eager; the message is the reason that the report gives."""
+
+
+class Failed(Exception):
+    """The model itself raises an error for these inputs, which is the cause of this one."""
 
 
 class Trial:
@@ -77,10 +82,10 @@ class Trial:
             raise
         except Exception as error:
             # Fake tensors let pass what others do not, such as two dtypes in a product.
-            raise Unused(f"it fails on these inputs, with {type(error).__name__}: {error}") from error
+            raise Failed from error
         self.places = [split_path(name) for name in self._left]
         for path, now, then in before:  # `weight_norm` computes the attribute `weight`
-            self.places += [(path, name) for name in now if now[name] is not then.get(name)]
+            self.places += [(path, n) for n in now if n != HOOKED and now[n] is not then.get(n)]
         return value
 
     def run(self, function: Function) -> Any:

@@ -88,10 +88,10 @@ def undo(graph_module: GraphModule, steps: int = 1) -> GraphModule:
         raise ValueError(f"steps is {steps!r}; give the number of applications to undo")
     applied_steps = steps_of(graph_module)
     if steps > len(applied_steps):
+        nothing = "" if applied_steps else "there is nothing to undo: "
         raise UndoError(
-            f"steps is {steps}, but {len(applied_steps)} are recorded: a pass that finds no site is not, and "
-            "delete_all_unused_submodules, copy.copy, retracing and GraphModule(module, graph) lose the record, which "
-            "is a child module"
+            f"{nothing}steps is {steps}, but {len(applied_steps)} are recorded: a pass that finds no site is not, and delete_all_unused_submodules, "
+            "copy.copy, retracing and GraphModule(module, graph) lose the record, which is a child module"
         )
     return finished(LintAndRecompile(), undoing.undo_steps(graph_module, applied_steps[-steps:]), True)
 

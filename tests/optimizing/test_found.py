@@ -5,6 +5,7 @@ import copy
 import functools
 import time
 import types
+import warnings
 import weakref
 
 import pytest
@@ -22,6 +23,7 @@ from fxopt.optimizing.dispatch import Graphs
 from fxopt.optimizing.lowering import Lowered
 from fxopt.testing import randomise
 from tests.capture.test_generation import gpt2, llama
+from tests.capture.test_transformers import bert
 from tests.modules import module
 
 pytestmark = pytest.mark.filterwarnings("ignore:falls back to eager")
@@ -599,3 +601,74 @@ def test_after_refresh_any_change_is_followed(change):
     fast.refresh()
     torch.testing.assert_close(fast(X), 3 * before)
     assert reasons(fast) == [None]
+
+
+def blocks():
+    return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 8)).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_of_blocks_run_once_a_call(before, kind):
+    model, x, seen = blocks(), torch.randn(2, 8), []
+    fast = None if before else fxopt.optimize(model, (x,), tune=False)
+    getattr(model[0], kind)(lambda *given: seen.append(given))
+    fast = fast or fxopt.optimize(model, (x,))
+    assert torch.equal(fast(x), model(x))
+    assert len(seen) == 2
+    assert f"{HOOKS}, at 0" in reasons(fast)
+
+
+@torch.no_grad()
+def test_a_hook_that_steers_a_block_is_followed():
+    model, x, state = blocks(), torch.randn(2, 8), {"alpha": 1.0}
+    model[0].register_forward_hook(lambda module, args, output: output * state["alpha"])
+    fast = fxopt.optimize(model, tune=False)
+    for state["alpha"] in (1.0, 3.0):
+        assert torch.equal(fast(x), model(x))
+
+
+@torch.no_grad()
+def test_a_hook_of_the_whole_model_is_no_obstacle():
+    model, x, seen = blocks(), torch.randn(2, 8), []
+    model.register_forward_hook(lambda *given: seen.append(given))
+    fast = fxopt.optimize(model, (x,), tune=False)
+    assert fast.report[0].reason is None
+    torch.testing.assert_close(fast(x), model(x))
+    assert len(seen) == 2
+
+
+@torch.no_grad()
+def test_an_outer_model_collects_the_outputs_of_an_optimized_part():
+    model, ids = bert(), torch.randint(1, 90, (2, 7))
+    wanted = model(ids, output_hidden_states=True).hidden_states
+    model.encoder = fxopt.optimize(model.encoder, tune=False)
+    for _ in range(2):
+        torch.testing.assert_close(model(ids).last_hidden_state, wanted[-1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", fxopt.FallbackWarning)
+            found = model(ids, output_hidden_states=True).hidden_states
+        torch.testing.assert_close(found, wanted)
+    assert [report.reason for report in model.encoder.report] == [None]
+
+
+@torch.no_grad()
+def test_an_input_that_fails_costs_no_graph():
+    model, bad, good = bert(), torch.full((2, 7), 10**6), torch.randint(1, 90, (2, 7))
+    fast = fxopt.optimize(model, tune=False)
+    with pytest.raises(IndexError):
+        fast(bad)
+    torch.testing.assert_close(fast(good), model(good))
+    assert [report.reason for report in fast.report] == [None]
+
+
+@torch.no_grad()
+def test_hidden_states_may_be_asked_for_later():
+    model, ids = bert(), torch.randint(1, 90, (2, 7))
+    fast = fxopt.optimize(model, tune=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxopt.FallbackWarning)
+        for options in ({}, {"output_hidden_states": True}, {}):
+            torch.testing.assert_close(fast(ids, **options), model(ids, **options))
+    assert not any(report.reason for report in fast.report)

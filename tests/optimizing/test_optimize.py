@@ -302,9 +302,7 @@ def test_what_each_run_writes_is_written_once():
 def test_a_layer_with_hooks_is_the_reason_that_is_given():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
     model[0].register_forward_hook(lambda module, inputs, output: output * 2)
-    with pytest.warns(
-        UserWarning, match=r"falls back to eager: a layer has hooks on its forward, at _0 \(in 0\)"
-    ):
+    with pytest.warns(UserWarning, match=r"falls back to eager: a layer has hooks on its forward, at 0"):
         fast = fxopt.optimize(model, (torch.ones(2, 8),), tune=False)
     assert torch.equal(fast(torch.ones(2, 8)), model(torch.ones(2, 8)))
 
@@ -461,10 +459,9 @@ def test_bad_input_in_one_sentence():
 
 def test_inputs_that_fake_tensors_alone_take_are_no_fault_of_ours():
     half, model = torch.ones(2, 4).half(), nn.Linear(4, 4).eval()
-    with pytest.warns(
-        UserWarning, match="falls back to eager: it fails on these inputs, with RuntimeError: mat1 and"
-    ):
-        fast = fxopt.optimize(model, (half,))
+    with pytest.raises(RuntimeError, match="mat1 and"):
+        fxopt.optimize(model, (half,))
+    fast = fxopt.optimize(model)
     with torch.no_grad(), pytest.raises(RuntimeError, match="dtype"):
         fast(half)
 
@@ -502,23 +499,3 @@ def test_the_capture_of_an_optimized_model_is_that_of_the_model():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert fxopt.trace(fast, (), text()).code == fxopt.trace(model, (), text()).code
-
-
-@torch.no_grad()
-def test_a_forward_that_adds_hooks_in_its_first_run_gets_a_graph_at_once():
-    """As models of transformers do that return the hidden states of their layers."""
-
-    class Hooked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-
-        def forward(self, x):
-            if not self.layers._forward_hooks:
-                self.layers.register_forward_hook(lambda *args: None)
-            return self.layers(x)
-
-    model, x = Hooked().eval(), torch.randn(2, 4)
-    fast = fxopt.optimize(model, (x,), tune=False)
-    assert reasons(fast) == [None]
-    assert torch.allclose(fast(x), model(x), atol=1e-6)

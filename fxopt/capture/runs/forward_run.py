@@ -44,6 +44,7 @@ from fxopt.capture.runs.left_behind import remove_fakes
 from fxopt.capture.runs.outside_state import ReachableState, refused_outside
 from fxopt.capture.runs.run_result import RunResult
 from fxopt.capture.runtime.checks import check_value
+from fxopt.capture.runtime.traced_module import HOOKED
 from fxopt.errors import TraceError
 
 # A stack with more functions of the model than this is one that does not end.
@@ -244,7 +245,8 @@ class ForwardRun:
             return result
         if gone := held.keys() - shell.held_by_name().keys():
             self.recorder.fail(f"the forward deletes {min(gone)[1]!r}")
-        assigned = shell.assigned(held, self.request.earlier.assigned)
+        found = shell.assigned(held, self.request.earlier.assigned)
+        assigned = {place: value for place, value in found.items() if place[1] != HOOKED}
         self._assigned = [*assigned]
         return (result, tuple(assigned.values())) if assigned else result
 

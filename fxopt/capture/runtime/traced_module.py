@@ -27,6 +27,9 @@ _DERIVED = {*DERIVED_FROM_GRAPH, "_containers"}
 ASSIGNED = "assigned"
 """Where the `meta` of a captured method says which attributes it assigns: module and name of each value in the tuple beside its result."""
 
+HOOKED = "_output_capturing_hooks_installed"
+"""The attribute that a model of transformers assigns when it adds its hooks to layers: once, and not in each call."""
+
 
 class TracedModule(torch.fx.GraphModule):
     """A captured model.
