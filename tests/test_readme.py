@@ -4,6 +4,7 @@ import re
 import runpy
 from pathlib import Path
 
+import numpy
 import pandas
 import pytest
 import torch
@@ -53,6 +54,21 @@ def test_the_figures_of_optimize_are_those_of_the_benchmark():
     ours = speeds["fxopt"]
     assert f"{ours.min():.2f} to {ours.max():.2f} times as fast as eager" in README
     assert (speeds["OpenVINO"] > ours).all()
+
+
+def test_the_means_of_the_benchmark_are_those_of_the_models_that_all_were_tried_on():
+    table = pandas.read_parquet(BASELINE / "zoo.parquet")
+    table = table[(table["precision"] == "float32") & (table["threads"] == 2) & (table["reason"] == "")]
+    speeds = table[table["machine"].str.startswith("Intel")].pivot(
+        index="model", columns="engine", values="speedup"
+    )
+    speeds = speeds[["fxopt", "fxopt auto", "OpenVINO"]].dropna()
+    ours, auto, openvino = numpy.exp(numpy.log(speeds).mean())
+    assert (
+        f"| {len(speeds)} models on two threads of a Xeon, geometric mean | {ours:.2f} times as fast as eager, {auto:.2f} with "
+        f'`engine="auto"`, OpenVINO {openvino:.2f} |'
+    ) in README
+    assert (speeds["OpenVINO"] > speeds["fxopt"]).mean() > 0.5
 
 
 def test_other_tools_do_with_bert_what_the_table_says():

@@ -23,11 +23,10 @@ def drawn(ran: pd.DataFrame) -> bytes:
 
     kinds, engines = ["all", *ran["kind"].unique()], [*ran["engine"].unique()]
     figure = Figure(figsize=(8.3, 1 + 0.11 * len(kinds) * (len(engines) + 1.5)), layout="constrained")
-    axes = figure.subplots()
+    axes, of_kind = figure.subplots(), [ran, *(ran[ran["kind"] == kind] for kind in kinds[1:])]
     for place, engine in enumerate(engines):
-        own = ran[ran["engine"] == engine]
         heights = [row + (place - (len(engines) - 1) / 2) / (len(engines) + 1.5) for row in range(len(kinds))]
-        groups = [own if kind == "all" else own[own["kind"] == kind] for kind in kinds]
+        groups = [rows[rows["engine"] == engine] for rows in of_kind]
         means = [np.exp(np.log(group["speedup"]).mean()) for group in groups]
         (bars,) = axes.plot(means, heights, "|", markersize=9, markeredgewidth=3, label=engine)
         for group, height in zip(groups[1:], heights[1:], strict=True):
@@ -39,13 +38,12 @@ def drawn(ran: pd.DataFrame) -> bytes:
     axes.minorticks_off()
     first = ran.iloc[0]
     where = f"{first['precision']}, {first['threads']} threads, {first['machine'].partition(';')[0]}"
-    axes.set_xlabel(f"eager's time ÷ the engine's (dots: models, bars: geometric means); {where}")
-    counts = [ran["model"].nunique(), *(ran[ran["kind"] == kind]["model"].nunique() for kind in kinds[1:])]
-    axes.set_yticks(range(len(kinds)), [f"{kind}, {n}" for kind, n in zip(kinds, counts, strict=True)])
+    axes.set_xlabel(f"eager's time ÷ the engine's (dots: models, bars: geometric means)\n{where}")
+    labels = [f"{kind}, {rows['model'].nunique()}" for kind, rows in zip(kinds, of_kind, strict=True)]
+    axes.set_yticks(range(len(kinds)), labels)
     axes.invert_yaxis()
     axes.grid(axis="x", linewidth=0.3)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
     figure.legend(loc="outside upper center", ncols=len(engines), frameon=False)
     buffer = io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": "fxopt", "svg.fonttype": "none"}):

@@ -89,18 +89,21 @@ def zoo(
         table.to_parquet(buffer, index=False)
         store.replace(file, buffer.getvalue())
     machine.write("zoo", out, "fxopt and its peers on popular models", INTRODUCTION, *document(table))
-    ran = table[(table["reason"] == "") & ~table["engine"].isin([EAGER, AGAIN])]
-    if len(ran):
+    drawn = _largest(table[~table["engine"].isin([EAGER, AGAIN])])
+    if len(drawn):
         try:
-            store.replace(out / "zoo.svg", plot.drawn(_largest(ran)))
+            store.replace(out / "zoo.svg", plot.drawn(drawn))
         except ModuleNotFoundError as error:
             typer.echo(f"no picture: {error.name} is not installed (the extra `peers` brings it)", err=True)
 
 
 def _largest(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the machine, number of threads and precision with most models; of several, those in float32."""
-    groups = [group for _, group in table.groupby(KEYS[1:])]
-    return max(groups, key=lambda group: (group["model"].nunique(), group["precision"].iloc[0] == "float32"))
+    """The engines that ran, for the machine, number of threads and precision with most models, on models that all were tried on."""
+    found = [table[:0]]
+    for _, group in table.groupby(KEYS[1:]):
+        tried = group.groupby("model")["engine"].transform("nunique") == group["engine"].nunique()
+        found.append(group[tried & (group["reason"] == "")])
+    return max(found, key=lambda group: (group["model"].nunique(), "float32" in {*group["precision"]}))
 
 
 def _versions() -> str:

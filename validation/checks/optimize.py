@@ -38,9 +38,8 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         _in_this_process(options),
         timing() as others,
         torch.no_grad(),
-        warnings.catch_warnings(),
+        warnings.catch_warnings(action="ignore", category=FallbackWarning),  # the reason says the same
     ):
-        warnings.simplefilter("ignore", FallbackWarning)  # the reason says the same
         fast: Any = fxopt.optimize(model, kwargs=inputs, **options)
         report = fast.report[-1]
         for given in (inputs, {name: value.flip(0) for name, value in inputs.items()}):
