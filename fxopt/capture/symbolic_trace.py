@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from fxopt.capture.runtime.input_guard import InputGuard
+from fxopt.capture.runtime.input_guard import guard_of
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.capture.trace import check_model, trace
 from fxopt.errors import GuardError, TraceError
@@ -168,9 +168,8 @@ def _of_sizes(tensor: torch.Tensor, sizes: set[int]) -> dict[int, Any]:
 
 def _takes(traced: TracedModule, inputs: dict[str, torch.Tensor]) -> bool:
     """Tell whether the sizes of these inputs, which are all that the graph has, are within its guards."""
-    (guard,) = (module for module in traced.modules() if isinstance(module, InputGuard))
     try:
-        guard(**inputs)
+        guard_of(traced)(**inputs)
     except GuardError:
         return False
     return True

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from fxopt import effects
 from fxopt.capture import TracedModule, trace_method
-from fxopt.capture.runtime.input_guard import InputGuard
+from fxopt.capture.runtime.input_guard import guard_of
 from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.compare import cosine_similarity, norm_error, norm_errors, unlike
 from fxopt.engines import AUTO, TORCH, Unfit, engines_for, in_one_line, with_engine
@@ -157,7 +157,7 @@ def prepare(
                 f"{type(error).__name__} while its graph was made. Please report this with the model, torch "
                 f"{torch.__version__} and fxopt {__version__}: {first}"
             )
-    text = text_of(named, free if made is None else _guard(made.traced).free_sizes)
+    text = text_of(named, free if made is None else guard_of(made.traced).free_sizes)
     title = text if inputs.method == "forward" else f"{inputs.method}({text})"
     return made, GraphReport(title, seconds=time.perf_counter() - start, **facts)
 
@@ -174,7 +174,7 @@ def _captured(
             raise Unused(reason) from error
         facts["fixed"] = dict.fromkeys(guessed, f"because with free sizes {reason}")
         return _captured(model, inputs, None, set(), facts)
-    guard = _guard(traced)
+    guard = guard_of(traced)
     guard.fix_dtypes()
     fixed = ((number, dim, line) for number, each in enumerate(guard.tensors) for dim, line in each.fixed_by)
     facts["fixed"] |= {(number, dim): f"which the forward fixes at {line}" for number, dim, line in fixed}
@@ -280,10 +280,6 @@ def passes_for_torch(options: Options) -> list[Rewrite[Any]]:
         PackLinears(tune, alone=not options.keep_model),
         FuseEpilogues(),
     ]
-
-
-def _guard(traced: GraphModule) -> InputGuard:
-    return next(module for module in traced.modules() if isinstance(module, InputGuard))
 
 
 def _judge(

@@ -145,6 +145,7 @@ def test_a_packed_layer_may_be_called_by_keyword() -> None:
 
     model, given = randomised(Net()), (torch.rand(16, 32), torch.rand(2, 3, 8, 8))
     fast = fxopt.optimize(model, given, tune=False)
+    assert fast.report[0].reason is None, fast.report
     assert fast.report[0].kernels, fast.report
     torch.testing.assert_close(fast(*given), model(*given))
 

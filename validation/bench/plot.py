@@ -10,10 +10,13 @@ import pandas as pd
 _TICKS = (0.5, 0.7, 1, 1.4, 2, 3, 4, 6)
 
 
-def drawn(ran: pd.DataFrame) -> bytes:
-    """Draw the speed-ups of one machine and precision as SVG: a row for each kind, a dot for each model, a bar for the mean.
+def mean(speedups: pd.Series) -> float:
+    """The geometric mean."""
+    return float(np.exp(np.log(speedups).mean()))
 
-    `ran` has the rows of `zoo.parquet` of engines that ran.
+
+def drawn(ran: pd.DataFrame) -> bytes:
+    """Draw rows of `zoo.parquet` of one machine and precision as SVG: a row for each kind, a dot for each model, a bar for the mean.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -27,7 +30,7 @@ def drawn(ran: pd.DataFrame) -> bytes:
     for place, engine in enumerate(engines):
         heights = [row + (place - (len(engines) - 1) / 2) / (len(engines) + 1.5) for row in range(len(kinds))]
         groups = [rows[rows["engine"] == engine] for rows in of_kind]
-        means = [np.exp(np.log(group["speedup"]).mean()) for group in groups]
+        means = [mean(group["speedup"]) for group in groups]
         (bars,) = axes.plot(means, heights, "|", markersize=9, markeredgewidth=3, label=engine)
         for group, height in zip(groups[1:], heights[1:], strict=True):
             dots = np.full(len(group), height)

@@ -120,7 +120,7 @@ def document(table: pd.DataFrame) -> Iterator[str]:
             yield f"{counted(rest['model'].nunique(), 'model')} at {commit}, {versions}, {name}."
         yield pipes(pd.concat([means(part, label) for label, part in _parts(measured)], ignore_index=True))
         ran = measured[measured["reason"] == ""]
-        speedups = ran[ran["engine"] != EAGER].pivot_table("speedup", "kind", "engine", _mean, sort=False)
+        speedups = ran[ran["engine"] != EAGER].pivot_table("speedup", "kind", "engine", plot.mean, sort=False)
         yield pipes(speedups.map("{:.2f}".format).reset_index())
         yield pipes(
             pd.DataFrame([_line(str(model), own) for model, own in measured.groupby("model", sort=False)])
@@ -150,18 +150,14 @@ def means(table: pd.DataFrame, label: str) -> pd.DataFrame:
             {
                 "models": f"{label}, {len(there)}",
                 "engine": engine,
-                "geometric mean": f"{_mean(there[engine]):.3f}" if len(there) else "",
-                "fxopt there": f"{_mean(there[own]):.3f}" if len(there) else "",
+                "geometric mean": f"{plot.mean(there[engine]):.3f}" if len(there) else "",
+                "fxopt there": f"{plot.mean(there[own]):.3f}" if len(there) else "",
                 "no graph, or left out": str((is_own["eager"] != "").sum() + (is_own["reason"] != "").sum()),
                 "slower": str((there[engine] < SLOWER).sum()) if len(there) else "",
                 "ready, s": f"{is_own['first_call_s'].median():.1f}",
             }
         )
     return pd.DataFrame(found)
-
-
-def _mean(speedups: pd.Series) -> float:
-    return float(np.exp(np.log(speedups).mean()))
 
 
 def _line(model: str, own: pd.DataFrame) -> dict[str, str]:

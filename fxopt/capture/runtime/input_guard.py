@@ -140,6 +140,11 @@ class InputGuard(torch.nn.Module):
         return "\n".join([*self.conditions(), *self.decisions])
 
 
+def guard_of(traced: torch.nn.Module) -> InputGuard:
+    """The check of inputs in a captured graph."""
+    return next(module for module in traced.modules() if isinstance(module, InputGuard))
+
+
 def _expressions(inputs: Sequence[InputSpec]) -> set[str]:
     """The expressions in symbols that sizes and numbers among the inputs must equal."""
     found = [size for i in inputs if isinstance(i, TensorSpec) for size in i.shape]
