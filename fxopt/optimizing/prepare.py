@@ -110,9 +110,8 @@ def prepare(
     named = inputs.named(eager)
     try:
         for path, module in model.named_modules():
-            if path and effects.has_hooks_of_users(
-                module
-            ):  # those of the model itself run outside of its forward
+            # Those of the model itself run outside of its forward.
+            if path and effects.has_hooks_of_users(module):
                 raise Unused(f"a layer has hooks on its forward, at {path}")
         enter("capture")
         guessed = free if dynamic is None else set()
