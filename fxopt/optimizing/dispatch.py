@@ -295,17 +295,13 @@ class Graphs:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
         device = next((each.device.type for each in self._model.parameters()), "cpu")
-        if device not in ("cpu", "cuda"):  # where only shapes are computed, nobody need know
-            return (
-                ""
-                if device == "meta"
-                else f"there are graphs for the CPU and CUDA, and the model is on {device}"
-            )
-        return (
-            "autocast is on; choose the precision when you optimize"
-            if torch.is_autocast_enabled(device)
-            else None
-        )
+        if device == "meta":  # only shapes are computed
+            return ""
+        if device not in ("cpu", "cuda"):
+            return f"there are graphs for the CPU and CUDA, and the model is on {device}"
+        if torch.is_autocast_enabled(device):
+            return "autocast is on; choose the precision when you optimize"
+        return None
 
     def _found(self) -> _Book | None:
         """The graphs for the model as it is; None if there are none yet."""

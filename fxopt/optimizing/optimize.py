@@ -84,6 +84,7 @@ def optimize(
             that is not a method or is `forward`, or `max_graphs` is less than 1.
         TypeError: `model` is no module; the example inputs do not fit the model's forward, or `dynamic_shapes` names others; or `keep_model=False`
             and there are none.
+        Exception: what the model itself raises for the example inputs.
 
     Example:
         >>> import torch, fxopt
