@@ -24,6 +24,7 @@ from fxopt.passes.eliminate_dead_code import EliminateDeadCode
 from fxopt.passes.fold_batch_norms import FoldBatchNorms
 from fxopt.passes.fold_constants import FoldConstants
 from fxopt.passes.fold_norm_weights import FoldNormWeights
+from fxopt.passes.fold_padding import FoldPadding
 from fxopt.passes.fold_scale_and_shift import FoldScaleAndShift
 from fxopt.passes.fuse_attention import FuseAttention
 from fxopt.passes.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
@@ -61,6 +62,7 @@ __all__ = [
     "FoldBatchNorms",
     "FoldConstants",
     "FoldNormWeights",
+    "FoldPadding",
     "FoldScaleAndShift",
     "FuseAttention",
     "FuseBatchNorm1dInLinear",

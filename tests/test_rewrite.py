@@ -60,6 +60,7 @@ IDLE = (
     EliminateDeadCode,
     FoldConstants,
     fxopt.FoldNormWeights,
+    fxopt.FoldPadding,
     FuseAttention,
     fxopt.FuseEpilogues,
     fxopt.FuseGelu,

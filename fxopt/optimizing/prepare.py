@@ -33,6 +33,7 @@ from fxopt.passes.eliminate_common_subexpressions import EliminateCommonSubexpre
 from fxopt.passes.eliminate_dead_code import EliminateDeadCode
 from fxopt.passes.fold_batch_norms import FoldBatchNorms
 from fxopt.passes.fold_constants import FoldConstants
+from fxopt.passes.fold_padding import FoldPadding
 from fxopt.passes.folding import Fold
 from fxopt.passes.fuse_attention import FuseAttention
 from fxopt.passes.fuse_epilogues import FuseEpilogues
@@ -259,6 +260,7 @@ def passes_for_all_engines(options: Options) -> list[Rewrite[Any]]:
         FoldConstants(),
         FuseGelu(),
         MakeLayers(),
+        FoldPadding(),
         FoldBatchNorms(reversible=False),
         FoldScaleAndShift(reversible=False),
         *([ChangePrecision(torch.bfloat16)] if options.precision == "bfloat16" else []),

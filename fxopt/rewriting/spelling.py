@@ -58,6 +58,8 @@ def call_of(node: Node, module: nn.Module | None = None) -> Call | None:
         )
     name = name_of(node)
     arguments = _bound(node, name) if name else None
+    if arguments and name == "pad" and arguments.get("value") == 0:
+        del arguments["value"]  # as without one
     return None if arguments is None else Call(name, arguments)
 
 

@@ -1,0 +1,63 @@
+"""Zeros in front of a convolution become its own padding."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fxopt.packed_operators import padding_of
+from fxopt.rewriting.pattern import Pattern
+from fxopt.submodules import with_values, without_tensors
+from fxopt.torch_internals import PARAMETERS, parameters_of
+
+_FEW = 4  # input channels of a group, up to which one more row and column of weights cost less than a copy of the image
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldPadding(Pattern):
+    """Folds zeros around an image into the padding of the `torch.nn.Conv2d` behind them.
+
+    Models with weights from TensorFlow, such as MobileNet, pad by a call of their own, which copies the image. A convolution
+    pads opposite sides alike. Where these differ, the kernel gets a row or column of zeros, unless it has many input channels.
+    Those zeros make NaN of an infinity beside the kernel.
+
+    Example:
+        >>> import torch, fxopt
+        >>> layers = torch.nn.Sequential(torch.nn.ZeroPad2d((0, 1, 0, 1)), torch.nn.Conv2d(3, 4, 3, stride=2))
+        >>> FoldPadding()(fxopt.trace(layers, (torch.ones(1, 3, 8, 8),))).get_submodule("1")
+        Conv2d(3, 4, kernel_size=(4, 4), stride=(2, 2), padding=(1, 1))
+    """
+
+    def pattern(self, x: Tensor, left: int, right: int, top: int, bottom: int, conv: nn.Conv2d) -> Any:
+        """Pad with zeros, and convolve."""
+        return conv(functional.pad(x, (left, right, top, bottom)))
+
+    def replacement(self, x: Tensor, left: int, right: int, top: int, bottom: int, conv: Any) -> Any:
+        """Convolve with more padding."""
+        wide, high = max(left, right), max(top, bottom)
+        padded, parameters = without_tensors(conv), dict(parameters_of(conv))
+        own = padding_of(conv) or [0, 0]
+        padded.padding = (own[0] + high, own[1] + wide)
+        if (left, top) != (right, bottom):
+            grown = functional.pad(conv.weight, (wide - left, wide - right, high - top, high - bottom))
+            padded.kernel_size = tuple(grown.shape[2:])
+            parameters["weight"] = with_values(conv.weight, grown)
+        vars(padded)[PARAMETERS] = parameters
+        return padded(x)
+
+    def refuses(self, x: Any, left: int, right: int, top: int, bottom: int, conv: Any) -> str | None:
+        """Say why a convolution cannot pad so, or would be slower."""
+        if min(left, right, top, bottom) < 0:
+            return "it crops"
+        if conv.padding_mode != "zeros" or padding_of(conv) is None:
+            return "the convolution itself pads with other values, or opposite sides differently"
+        if (left, top) == (right, bottom):
+            return None
+        if conv.dilation != (1, 1):
+            return "opposite sides differ, and the kernel is dilated"
+        if conv.in_channels // conv.groups > _FEW:
+            return "opposite sides differ, and a larger kernel would cost more than the padding"
+        return None
