@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fxopt.packed_operators import Kernel, Packed, available, finished, padding_of
+from fxopt.packed_operators import Kernel, Packed, available, finished, of_pixels, padding_of
 from fxopt.submodules import without_tensors
 from fxopt.torch_internals import (
     PARAMETERS,
@@ -35,7 +35,7 @@ class PackedLayer(nn.Module):
     under `torch.inference_mode`, and steps of fused optimizers, unless the layer was called with gradients since.
 
     Attributes:
-        kernel: `onednn`, `mkl`, or one that rounds: `int8` and `int8_weight`.
+        kernel: `onednn`, `mkl`, `matmul` for convolutions of single pixels, or one that rounds: `int8` and `int8_weight`.
         packed_for: the shape of the inputs that it is packed for; it takes others as well.
     """
 
@@ -124,7 +124,9 @@ def kernels_for(layer: nn.Module, *, rounding: bool = False, alone: bool = False
     fitting = {
         name: kernel
         for name, kernel in kernels.items()
-        if weight.dtype in kernel.dtypes and weight.shape[1] % kernel.multiple == 0
+        if weight.dtype in kernel.dtypes
+        and weight.shape[1] % kernel.multiple == 0
+        and (not kernel.pixels or of_pixels(layer))
     }
     return [
         name

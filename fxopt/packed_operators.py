@@ -75,6 +75,7 @@ class Kernel:
         multiple: what the number of features in a row has to be a multiple of.
         alone: whether it needs no other copy of the weight, and no more memory than that.
         any_shape: whether what is packed for one shape serves all, so that the graphs for prefill and decoding share it.
+        pixels: whether it takes only convolutions that compute each pixel of its own input pixel.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -84,6 +85,7 @@ class Kernel:
     multiple: int = 1
     alone: bool = True
     any_shape: bool = False
+    pixels: bool = False
 
 
 def available(kind: type[nn.Module]) -> Mapping[str, Kernel]:
@@ -245,6 +247,31 @@ def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
     return Packed(compute, *_memory(packed), packed.to_dense)
 
 
+def of_pixels(layer: nn.Module) -> bool:
+    """Tell whether a convolution computes each pixel of the input pixel at the same place."""
+    return (
+        isinstance(layer, nn.Conv2d)
+        and (layer.kernel_size, layer.stride, layer.groups) == ((1, 1), (1, 1), 1)
+        and padding_of(layer) == [0, 0]
+    )
+
+
+def _matmul_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
+    """A matrix product of all pixels, whose call costs less than that of a convolution."""
+    weight = layer.weight.detach().flatten(1)
+
+    def compute(
+        bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
+    ) -> Tensor:
+        pixels = input.permute(0, 2, 3, 1)
+        value = functional.linear(pixels, weight, bias).permute(0, 3, 1, 2)
+        if other is not None and (other.dtype, other.shape) == (value.dtype, value.shape):
+            value, other = value.add_(other), None
+        return finished(value, other, activation)
+
+    return Packed(compute, 0, weight.data_ptr())
+
+
 def _memory(packed: Tensor) -> tuple[int, int]:
     """How many bytes a tensor of oneDNN takes, and where."""
     return internals.packed_nbytes(packed), internals.packed_address(packed)
@@ -275,7 +302,10 @@ _KERNELS: Mapping[type[nn.Module], Mapping[str, Kernel]] = {
         # With a number of features that is no multiple of 32, torch's kernel reads beyond the end.
         "int8_weight": Kernel(_DTYPES[:2], _int8_weight_linear, False, rounds=True, multiple=64),
     },
-    nn.Conv2d: {"onednn": Kernel(_DTYPES, _onednn_conv, True)},
+    nn.Conv2d: {
+        "onednn": Kernel(_DTYPES, _onednn_conv, True),
+        "matmul": Kernel(_DTYPES[:1], _matmul_conv, True, pixels=True),
+    },
 }
 
 
@@ -289,7 +319,8 @@ def _available() -> Mapping[type[nn.Module], Mapping[str, Kernel]]:
     found: dict[type[nn.Module], dict[str, Kernel]] = {kind: {} for kind in _KERNELS}
     for kind, (layer, shape) in samples.items():
         for name, kernel in _KERNELS[kind].items():
-            dtypes = tuple(dtype for dtype in kernel.dtypes if _works(layer, kernel, shape, dtype))
+            sample = nn.utils.skip_init(nn.Conv2d, 4, 4, 1) if kernel.pixels else layer
+            dtypes = tuple(dtype for dtype in kernel.dtypes if _works(sample, kernel, shape, dtype))
             if dtypes:
                 found[kind][name] = dataclasses.replace(kernel, dtypes=dtypes)
     if "int8" in found[nn.Linear]:  # which is faster for all sizes

@@ -11,8 +11,10 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxopt import graph, submodules
+from fxopt.activations import ACTIVATIONS, as_module, same_activation
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedLinear, kernels_for, packed_layer
+from fxopt.packed_operators import ACTIVATED
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
@@ -116,15 +118,27 @@ def kernel_for(
             "fxopt.trace, or run torch.fx.passes.fake_tensor_prop.FakeTensorProp on the graph module, with "
             "FakeTensorMode(allow_non_fake_inputs=True)",
         )
+    users = [*node.users]
+    activation = activation_of(index, users[0]) if len(users) == 1 else None
     if tune is not True:
-        slower = tune == "known" and is_slower(layer, shape, kernels[0])
+        slower = tune == "known" and is_slower(layer, shape, kernels[0], activation)
         return Found(None, f"{kernels[0]} was measured as slower") if slower else Found(kernels[0])
-    name, seconds = fastest(layer, shape, rounding=rounding, alone=alone)
+    name, seconds = fastest(layer, shape, rounding=rounding, alone=alone, activation=activation)
     if name not in kernels:
         times = ", ".join(f"{kernel} {1e6 * took:.0f} µs" for kernel, took in seconds.items())
         which = "torch's own kernel" if name == PLAIN else f"{name}'s kernel"
         return Found(None, f"{which} is the fastest for an input of {_text(shape)}: {times}", seconds)
     return Found(name, seconds=seconds)
+
+
+def activation_of(index: GraphIndex, node: Node) -> str | None:
+    """The name of the activation that a node computes, if a packed layer can compute it."""
+    module = index.module(node) if node.op == "call_module" else as_module(node)
+    if module is None or len(node.all_input_nodes) != 1:
+        return None
+    if node.op == "call_module" and (graph.input_of(node, module) is None or index.obstacle_in_place(module)):
+        return None
+    return next((name for name in ACTIVATED if same_activation(module, ACTIVATIONS[name].make())), None)
 
 
 def put_packed(rewriter: Rewriter, paths: Sequence[str], kernel: str, shape: Sequence[int]) -> None:

@@ -20,9 +20,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxopt.kernels import kernels_for, packed_layer
+from fxopt.packed_operators import finished
 from fxopt.submodules import without_tensors
 from fxopt.torch_internals import PARAMETERS, parameters_of
 
@@ -45,7 +46,12 @@ _lock = threading.Lock()  # threads that measure at once would slow each other d
 
 
 def fastest(
-    layer: nn.Module, shape: Sequence[int], *, rounding: bool = False, alone: bool = False
+    layer: nn.Module,
+    shape: Sequence[int],
+    *,
+    rounding: bool = False,
+    alone: bool = False,
+    activation: str | None = None,
 ) -> tuple[str, Mapping[str, float]]:
     """Find the fastest kernel for a layer and the shape of its input.
 
@@ -54,6 +60,7 @@ def fastest(
         shape: of its input.
         rounding: try those kernels, too, that round the weight.
         alone: leave out those that need the weight beside the packed one.
+        activation: the name of the activation that follows the layer, whose time counts.
 
     Returns:
         Its name, `plain` for the layer as it is, and the seconds that each takes.
@@ -64,21 +71,24 @@ def fastest(
         >>> name in seconds
         True
     """
-    seconds = measured(layer, shape, kernels_for(layer, rounding=rounding, alone=alone))
+    seconds = measured(layer, shape, kernels_for(layer, rounding=rounding, alone=alone), activation)
     return _choice(seconds), seconds
 
 
-def measured(layer: nn.Module, shape: Sequence[int], kernels: Sequence[str]) -> Mapping[str, float]:
-    """The seconds that torch's kernel and others take for a layer and the shape of its input, from the cache where they are."""
-    found = _looked_up(_key(layer, shape), [PLAIN, *kernels], lambda: _measure(layer, shape, kernels))
+def measured(
+    layer: nn.Module, shape: Sequence[int], kernels: Sequence[str], activation: str | None = None
+) -> Mapping[str, float]:
+    """The seconds of torch's kernel and others for a layer with what follows it, and the shape of its input, from the cache if known."""
+    key = _key(layer, shape, activation)
+    found = _looked_up(key, [PLAIN, *kernels], lambda: _measure(layer, shape, kernels, activation))
     return {name: found[name] for name in (PLAIN, *kernels)}
 
 
-def is_slower(layer: nn.Module, shape: Sequence[int], kernel: str) -> bool:
+def is_slower(layer: nn.Module, shape: Sequence[int], kernel: str, activation: str | None = None) -> bool:
     """Tell whether earlier measurements say that a kernel is slower than torch's own; measures nothing."""
     with _lock:
         _load()
-        key = _key(layer, shape)
+        key = _key(layer, shape, activation)
         row = _known.get(key) or _once.get(key, {})
     return kernel in row and row[kernel] > row[PLAIN]
 
@@ -127,10 +137,10 @@ def _choice(row: Mapping[str, float]) -> str:
     return name if row[name] <= MARGIN * row[PLAIN] else PLAIN
 
 
-def _key(layer: nn.Module, shape: Sequence[int]) -> str:
-    """All that the times depend on: the layer, its input, the machine, torch and its threads."""
+def _key(layer: nn.Module, shape: Sequence[int], activation: str | None = None) -> str:
+    """All that the times depend on: the layer, what follows it, its input, the machine, torch and its threads."""
     weight = layer.get_parameter("weight")
-    what = f"{layer!r} {weight.dtype} {'x'.join(map(str, shape))}"
+    what = f"{layer!r}{f' and {activation}' if activation else ''} {weight.dtype} {'x'.join(map(str, shape))}"
     return f"{what}; {_machine()}"
 
 
@@ -149,7 +159,9 @@ def _processor() -> str:
     return f"{said['model name']} {said.get('model', '')}.{said.get('stepping', '')}"
 
 
-def _measure(layer: nn.Module, shape: Sequence[int], kernels: Sequence[str]) -> dict[str, float]:
+def _measure(
+    layer: nn.Module, shape: Sequence[int], kernels: Sequence[str], activation: str | None
+) -> dict[str, float]:
     dtype = layer.get_parameter("weight").dtype
     size = sum(p.numel() * p.element_size() for p in layer.parameters())
     generator = torch.Generator().manual_seed(0)  # its own: who draws numbers gets the same, measured or not
@@ -161,11 +173,15 @@ def _measure(layer: nn.Module, shape: Sequence[int], kernels: Sequence[str]) -> 
         # A convolution's packed kernel gives channels_last, and takes that from the one before it.
         layout = torch.channels_last if isinstance(layer, nn.Conv2d) else torch.contiguous_format
         packed_value = value.contiguous(memory_format=layout)
+
+        def run(name: str, each: nn.Module) -> Tensor:
+            if name == PLAIN:
+                return finished(each(value), None, activation)
+            packed: Tensor = each(packed_value, None, activation)
+            return packed
+
         return _times(
-            {
-                name: [functools.partial(each, value if name == PLAIN else packed_value) for each in layers]
-                for name, layers in runs.items()
-            }
+            {name: [functools.partial(run, name, each) for each in layers] for name, layers in runs.items()}
         )
 
 

@@ -18,9 +18,9 @@ from fxopt.activations import ACTIVATIONS
 from fxopt.kernels import fuses_epilogues, kernels_for, packed_layer, packed_weight, unguarded
 from fxopt.packed_operators import ACTIVATED, available
 
-LINEAR, CONV = nn.Linear(24, 16), nn.Conv2d(6, 8, 3, padding=1)
+LINEAR, CONV, PIXELS = nn.Linear(24, 16), nn.Conv2d(6, 8, 3, padding=1), nn.Conv2d(6, 8, 1)
 SHAPES = {nn.Linear: (5, 24), nn.Conv2d: (2, 6, 9, 7)}
-CASES = [(layer, name) for layer in (LINEAR, CONV) for name in kernels_for(layer)]
+CASES = [(layer, name) for layer in (LINEAR, CONV, PIXELS) for name in kernels_for(layer)]
 # What runs the tests is an x86 processor; elsewhere nothing of this can be shown.
 pytestmark = pytest.mark.skipif(not CASES, reason="this build of torch has no packed kernels")
 

@@ -193,3 +193,30 @@ def test_without_tuning_what_was_measured_as_slower_is_left_alone(monkeypatch, c
         assert tuning.is_slower(layer, (2, 8), kernel) is slower
         assert len(fxopt.PackLinears("known").explain(traced).sites) == (not slower)
         assert fxopt.PackLinears().explain(traced).sites  # the same on every machine
+
+
+@pytest.mark.parametrize(
+    ("behind", "activation"),
+    [((nn.GELU(),), "gelu"), ((nn.ReLU(inplace=True),), "relu"), ((nn.Softmax(-1),), None), ((), None)],
+)
+def test_the_activation_behind_a_layer_is_measured_with_it(behind, activation, monkeypatch):
+    asked, ran = [], []
+    monkeypatch.setattr(
+        packing, "fastest", lambda *given, **options: asked.append(options["activation"]) or ("plain", {})
+    )
+    traced = fxopt.trace(nn.Sequential(LAYER, *behind).eval(), (torch.ones(SHAPE),))
+    assert not fxopt.PackLinears(tune=True).explain(traced).sites
+    assert asked == [activation]
+    plain = tuning.finished
+    monkeypatch.setattr(tuning, "finished", lambda *given: ran.append(given[2]) or plain(*given))
+    _, alone = tuning.fastest(LAYER, SHAPE)
+    _, both = tuning.fastest(LAYER, SHAPE, activation="gelu")
+    assert {*ran} == {None, "gelu"}
+    assert alone.keys() == both.keys()
+    assert alone != both
+
+
+def test_a_convolution_of_single_pixels_has_a_matrix_product():
+    assert "matmul" in kernels_for(nn.Conv2d(8, 4, 1))
+    for options in ({"kernel_size": 3}, {"stride": 2}, {"padding": 1}, {"groups": 2}):
+        assert "matmul" not in kernels_for(nn.Conv2d(8, 4, **{"kernel_size": 1} | options))

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fxopt import graph
-from fxopt.activations import ACTIVATIONS, as_module, same_activation
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedConv2d, PackedLinear, fuses_epilogues
 from fxopt.operators import name_of
-from fxopt.packed_operators import ACTIVATED, IN_PLACE
+from fxopt.packed_operators import IN_PLACE
+from fxopt.packing import activation_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
@@ -82,23 +82,13 @@ def _keywords(index: GraphIndex, call: Node, user: Node) -> dict[str, Any]:
     layer = index.module(call)
     if len(call.args) != 1 or "activation" in call.kwargs or not fuses_epilogues(layer):
         return {}
-    activation, convolves = _activation(index, user), isinstance(layer, PackedConv2d)
+    activation, convolves = activation_of(index, user), isinstance(layer, PackedConv2d)
     if activation:
         return (
             {} if call.kwargs and not (convolves and activation in IN_PLACE) else {"activation": activation}
         )
     other = _added(call, user)
     return {} if other is None or call.kwargs else {"other": other}
-
-
-def _activation(index: GraphIndex, user: Node) -> str | None:
-    """The name of the activation that a node computes, if a kernel has it."""
-    module = index.module(user) if user.op == "call_module" else as_module(user)
-    if module is None or len(user.all_input_nodes) != 1:
-        return None
-    if user.op == "call_module" and (graph.input_of(user, module) is None or index.obstacle_in_place(module)):
-        return None
-    return next((name for name in ACTIVATED if same_activation(module, ACTIVATIONS[name].make())), None)
 
 
 def _added(call: Node, user: Node) -> Node | None:
