@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxopt import graph
+from fxopt import graph, submodules
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of
 from fxopt.submodules import attribute, split_path
@@ -42,17 +42,21 @@ class Constant(nn.Module):
         return self
 
 
-def constants_of(index: GraphIndex) -> dict[Node, None]:
+def constants_of(index: GraphIndex, freeze: bool = False) -> dict[Node, None]:
     """The nodes that give the same in every run of a graph, in order.
 
     They are made of numbers, and of buffers that are not in the `state_dict`, by functions of torch. The device of
     an input counts as known.
+
+    Args:
+        index: of the graph.
+        freeze: parameters and all buffers count, too, and what layers of torch make of constants.
     """
     found: dict[Node, None] = {}
     if any("autocast" in graph.function_name(node) for node in index.nodes):
         return found  # which chooses dtypes by where a function is called
     for node in index.nodes:
-        if _is_constant(index, node, found):
+        if _is_constant(index, node, found, freeze):
             found[node] = None
     return found
 
@@ -80,9 +84,11 @@ def computed_constant(graph_module: GraphModule, node: Node, known: dict[Node, A
     args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
     with torch.inference_mode(False), torch.no_grad():
         if node.op == "get_attr":
-            known[node] = attribute(graph_module, str(node.target)).clone()
+            known[node] = attribute(graph_module, str(node.target)).detach().clone()
         elif node.op == "call_method":
             known[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        elif node.op == "call_module":
+            known[node] = graph_module.get_submodule(str(node.target))(*args, **kwargs)
         elif callable(node.target):
             known[node] = node.target(*args, **kwargs)
     return known[node]
@@ -102,6 +108,8 @@ def follows_buffers(graph_module: GraphModule, node: Node, computed: Mapping[Nod
     }
     if not lowered or not computed[node].is_floating_point():
         return False
+    if any(each.op == "call_module" for each in computed):
+        return True  # a layer has the dtype of its weights
     try:
         return bool(computed_constant(graph_module, node, lowered).dtype == lower)
     except RuntimeError:  # in that dtype the graph itself would not run, either
@@ -114,15 +122,20 @@ def _is_cast(graph_module: GraphModule, path: str) -> bool:
     return not isinstance(owner, Constant) or owner.follows
 
 
-def _is_constant(index: GraphIndex, node: Node, constants: Collection[Node]) -> bool:
+def _is_constant(index: GraphIndex, node: Node, constants: Collection[Node], freeze: bool) -> bool:
     """Tell whether a node gives the same in every run of the graph."""
+    if node.op == "get_attr" and freeze:
+        kind = type(submodules.find(index.graph_module, str(node.target)))
+        return kind in (Tensor, nn.Parameter) and index.memory.written(node) is None
     if node.op == "get_attr":
         paths = [str(node.target), *(other for _, other in index.sharing(node))]
         holders = [(index.modules[owner], name) for owner, name in map(split_path, paths)]
         own = all(name in non_persistent_of(owner) for owner, name in holders)
         return own and index.memory.written(node) is None
     facts = facts_of(node)
-    if node.op == "call_module" or Fact.MIXES in facts or not index.memory.is_pure(node):
+    if not freeze and (node.op == "call_module" or Fact.MIXES in facts):
+        return False
+    if not index.memory.is_pure(node) or (node.op == "call_module" and not node.all_input_nodes):
         return False
     # What is read of memory that anything writes, be it later in the graph, is not what it was made as.
     changing = [v for v in node.all_input_nodes if v not in constants or index.memory.written(v)]

@@ -257,7 +257,7 @@ def passes_for_all_engines(options: Options) -> list[Rewrite[Any]]:
     return [
         RemoveIdentity(),
         EliminateCommonSubexpressions(),
-        FoldConstants(),
+        FoldConstants(freeze=True),
         FuseGelu(),
         MakeLayers(),
         FoldPadding(),

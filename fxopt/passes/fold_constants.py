@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.nn.utils import parametrize
 
-from fxopt import graph
+from fxopt import effects, graph, submodules
 from fxopt.constants import Constant, computed_constant, constants_of, follows_buffers
 from fxopt.errors import PassError
 from fxopt.graph_index import GraphIndex
@@ -18,6 +20,7 @@ from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import Left
 from fxopt.submodules import free_path
+from fxopt.torch_internals import BUFFERS, PARAMETERS, buffers_of, parameters_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +33,9 @@ class FoldConstants(ReversibleRewrite[Node]):
     what it is made of.
 
     Args:
-        max_bytes: a tensor that takes more memory is left alone.
+        max_bytes: a tensor that takes more memory is left alone; with `freeze`, unless it is made of as many bytes of weights.
+        freeze: count parameters and all buffers as constants, too, as `torch.jit.freeze` does, and what layers and
+            parametrizations such as `weight_norm` make of these: a later change of the weights does not reach what was folded.
 
     Example:
         >>> import fxopt, torch
@@ -47,21 +52,32 @@ class FoldConstants(ReversibleRewrite[Node]):
     """
 
     max_bytes: int = 2**20
+    freeze: bool = False
 
     preserves_computation = True
 
     def match(self, graph_module: GraphModule) -> Iterator[Node | Refusal]:
         """Yield the constants that something else than a constant uses."""
         index = GraphIndex(graph_module)
-        constants = constants_of(index)
+        for node in index.calls_like(nn.Module) if self.freeze else ():
+            layer = index.module(node)
+            if index.call_sites(layer)[0] is node and _computes_weights(layer) and not layer.training:
+                why = "its weights cannot be computed ahead, to make a plain layer of torch"
+                yield node if _with_weights(layer) else Refusal(node, why)
+        constants = constants_of(index, self.freeze)
         for node in constants:
-            needed = any(user not in constants for user in node.users)
+            needed = any(user not in constants for user in node.users) and not self._is_weight(index, node)
             if needed and node.op != "get_attr" and isinstance(graph.value_of(node), Tensor):
                 reason = self._obstacle(index, node)
                 yield Refusal(node, reason) if reason else node
 
     def apply(self, rewriter: Rewriter, site: Node) -> Node:
         """Compute the constant, let a buffer take its place, and erase what nothing needs any more."""
+        called = rewriter.graph_module.get_submodule(str(site.target)) if site.op == "call_module" else None
+        if called is not None and _computes_weights(called):
+            names = (n for n, m in rewriter.graph_module.named_modules(remove_duplicate=False) if m is called)
+            rewriter.swap(dict.fromkeys(names, _with_weights(called)))
+            return site
         computed, described = dict[Node, Any](), graph.value_of(site)
         value = computed_constant(rewriter.graph_module, site, computed)
         if (value.dtype, value.shape) != (described.dtype, described.shape):
@@ -79,6 +95,10 @@ class FoldConstants(ReversibleRewrite[Node]):
                 rewriter.erase(node)
         return read
 
+    def _is_weight(self, index: GraphIndex, node: Node) -> bool:
+        """Tell whether a value may be a view of a weight, which costs nothing to make."""
+        return self.freeze and any(each.op == "get_attr" for each in index.memory.aliases(node))
+
     def _obstacle(self, index: GraphIndex, node: Node) -> str | None:
         described = graph.value_of(node)
         if described.device.type == "meta":
@@ -91,9 +111,56 @@ class FoldConstants(ReversibleRewrite[Node]):
             return f"{writer.name} may write into it"
         if index.memory.is_returned(node):
             return "the graph returns its memory, which the caller may write into"
-        return (
-            f"it takes {size} bytes: more than max_bytes={self.max_bytes}" if size > self.max_bytes else None
-        )
+        if size <= self.max_bytes or (self.freeze and size <= _bytes_of_weights(index, node)):
+            return None
+        return f"it takes {size} bytes: more than max_bytes={self.max_bytes}"
+
+
+_LAYERS = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+
+
+def _computes_weights(layer: nn.Module) -> bool:
+    """Tell whether torch computes weights of a layer in each call, by a parametrization or a hook of `torch.nn.utils`."""
+    return parametrize.is_parametrized(layer) or bool(_weight_hooks(layer))
+
+
+def _weight_hooks(layer: nn.Module) -> list[Any]:
+    hooks = layer._forward_pre_hooks.values()
+    return [hook for hook in hooks if type(hook).__module__.startswith("torch.nn.utils.")]
+
+
+def _with_weights(layer: nn.Module) -> nn.Module | None:
+    """A plain layer that holds the weights which a layer computes; None where there is none."""
+    parametrized, clean = [*getattr(layer, "parametrizations", ())], vars(nn.Module())
+    kind = type(layer).__bases__[0] if parametrized else type(layer)
+    if kind not in _LAYERS or effects.has_forward_hooks(layer):
+        return None
+    plain: Any = kind.__new__(kind)
+    own = {name: value for name, value in vars(layer).items() if name not in clean}
+    held = {PARAMETERS: dict(parameters_of(layer)), BUFFERS: dict(buffers_of(layer))}
+    vars(plain).update(clean | own | held, training=False)
+    with torch.no_grad():
+        for hook in _weight_hooks(layer):
+            hook(plain, ())
+        source = layer if parametrized else plain
+        names = parametrized or [name for name, value in vars(plain).items() if isinstance(value, Tensor)]
+        computed = {name: nn.Parameter(getattr(source, name).clone(), False) for name in names}
+    for name in names:
+        vars(plain).pop(name, None)
+    tensors = {name: computed.get(name, parameters_of(layer).get(name)) for name in ("weight", "bias")}
+    vars(plain).update({PARAMETERS: tensors, BUFFERS: {}})
+    return plain if submodules.is_plain(plain) else None
+
+
+def _bytes_of_weights(index: GraphIndex, node: Node) -> int:
+    """How many bytes the parameters and buffers take that a constant is made of."""
+    parts = graph.reached([node], lambda each: each.all_input_nodes)
+    read = {str(each.target) for each in parts if each.op in ("get_attr", "call_module")}
+    held = {path: submodules.find(index.graph_module, path) for path in read}
+    return sum({id(tensor): tensor.nbytes for _, tensor in submodules.tensors_of(held)}.values())
 
 
 def _nothing(now: Mapping[str, Any], left: Mapping[str, Left]) -> dict[str, Any]:

@@ -1,18 +1,21 @@
 """FoldConstants: what no input changes is computed once; what might change stays."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.nn.utils import prune
 
 import fxopt
 from fxopt import PassError, undo
 from fxopt.passes.fold_constants import FoldConstants
-from fxopt.testing import assert_round_trip
+from fxopt.testing import assert_round_trip, randomise
 from tests.before_after import fxopt_trace, rewritten
+from tests.modules import module
 from tests.small_models import bert
 
 X = torch.randn(3, 4)
@@ -243,3 +246,112 @@ def test_a_constant_whose_size_only_a_run_knows_is_refused():
     traced = fxopt.trace(Uses(repeated), (X,))
     reasons = {reason for _, _, reason in FoldConstants().explain(traced).refusals}
     assert "its size is known only when the graph runs" in reasons
+
+
+class Frozen(nn.Module):
+    """Computes values of its weights alone, by functions and layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.key, self.norm = nn.Embedding(6, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+        self.scale, self.first = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(1, 1, 4))
+        self.register_buffer("saved", torch.randn(4))
+
+    def forward(self, x):
+        keys = self.key(self.norm(self.table.weight)).transpose(0, 1)
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1) * self.scale.exp()
+        return (x + self.table(torch.arange(4)) + self.saved.cos()) @ keys
+
+
+def test_frozen_weights_are_constants_and_views_of_them_stay():
+    x = torch.randn(2, 3, 4)
+    model = randomise(Frozen()).eval()
+    traced = fxopt.trace(model, (x,))
+    before = copy.deepcopy(traced)
+    assert len(FoldConstants().explain(traced).sites) == 1  # the positions
+    FoldConstants(freeze=True)(traced, verify=True)
+    assert not traced.graph.find_nodes(op="call_module", target="key")
+    assert traced.graph.find_nodes(op="get_attr", target="first")
+    assert len(FoldConstants(freeze=True).get_transformed_nodes(traced)) == 4
+    torch.testing.assert_close(traced(x), model(x))
+    with torch.no_grad():
+        model.scale.add_(1)
+    assert not torch.allclose(traced(x), model(x))  # as the docstring says
+    undo(traced)
+    torch.testing.assert_close(traced(x), model(x))
+    before.scale.data.add_(1)
+    assert_round_trip(before, traced)
+
+
+def test_a_frozen_value_takes_no_more_than_its_weights():
+    model = module(
+        lambda m, x: x + m.weight.exp() + m.weight.repeat(3, 1).cos(), weight=nn.Parameter(torch.randn(1, 4))
+    )
+    explanation = FoldConstants(max_bytes=1, freeze=True).explain(fxopt.trace(model, (X,)))
+    assert [name for name, _ in explanation.sites] == ["exp"]
+    assert [reason for _, _, reason in explanation.refusals] == ["it takes 48 bytes: more than max_bytes=1"]
+
+
+def test_what_a_frozen_graph_writes_is_no_constant():
+    def forward(m, x):
+        m.saved.add_(1)
+        return x * m.saved.cos() + m.dropout(m.scale) + torch.rand(4)
+
+    model = module(forward, dropout=nn.Dropout(0.5), scale=nn.Parameter(torch.randn(4)))
+    model.register_buffer("saved", torch.randn(4))
+    traced = fxopt.trace(model.train(), (X,))
+    assert not FoldConstants(freeze=True).explain(traced).sites
+
+
+def weight_norms():
+    parametrizations = nn.utils.parametrizations
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the old ones, which models use
+        old = [nn.utils.weight_norm(nn.Conv1d(4, 4, 1)), nn.utils.spectral_norm(nn.Linear(4, 4))]
+    new = [parametrizations.weight_norm(nn.Linear(4, 4)), parametrizations.orthogonal(nn.Linear(4, 4))]
+    pruned = nn.Linear(4, 4)
+    prune.l1_unstructured(pruned, "weight", 0.5)
+    return nn.Sequential(*old, *new, pruned).eval()
+
+
+def test_parametrized_layers_become_plain_ones_and_come_back():
+    model, x = weight_norms(), torch.randn(2, 4, 4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        model[2].parametrizations.weight.original0.mul_(2)
+        expected = model(x)
+        traced = fxopt.trace(model, (x,))
+        before = copy.deepcopy(traced)
+        assert len(FoldConstants(freeze=True).explain(traced).sites) == 5
+        FoldConstants(freeze=True)(traced, verify=True)
+        kinds = [type(traced.get_submodule(str(n))) for n in range(5)]
+        assert kinds == [nn.Conv1d, *[nn.Linear] * 4]
+        assert not any(layer._forward_pre_hooks for layer in traced.modules())
+        assert torch.equal(traced(x), expected)
+        assert torch.equal(model(x), expected)
+        assert_round_trip(before, undo(traced))
+
+
+def test_a_hook_of_a_user_keeps_the_parametrization():
+    model = weight_norms()
+    model[0].register_forward_hook(lambda module, args, output: output + 1)
+    traced = fxopt.trace(model, (torch.randn(2, 4, 4),))
+    explanation = FoldConstants(freeze=True).explain(traced)
+    assert len(explanation.sites) == 4
+    assert "computed ahead" in explanation.refusals[0][2]
+
+
+def test_optimize_follows_weights_that_its_graph_has_folded():
+    model, x = weight_norms(), torch.randn(2, 4, 4)
+    with torch.no_grad():
+        fast = fxopt.optimize(model, (x,), tune=False)
+        assert "FoldConstants 5" in str(fast.report)
+        for parameter in (
+            model[2].parametrizations.weight.original0,
+            model[0].weight_g,
+            model[4].weight_orig,
+        ):
+            torch.testing.assert_close(fast(x), model(x))
+            parameter.mul_(1.5)
+        torch.testing.assert_close(fast(x), model(x))
