@@ -106,6 +106,19 @@ def finished(value: Tensor, other: Tensor | None, activation: str | None) -> Ten
     return value
 
 
+def with_strides(value: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The same tensor with other strides in dimensions of size 1."""
+    return value if value.stride() == strides else value.as_strided(value.shape, strides)
+
+
+def with_strides_of_channels_last(value: Tensor) -> Tensor:
+    """A tensor in channels_last with the strides that say so, also for a batch of 1; others as they are."""
+    if value.dim() != 4 or not value.is_contiguous(memory_format=torch.channels_last):
+        return value
+    _, channels, height, width = value.shape
+    return with_strides(value, (channels * height * width, 1, channels * width, channels))
+
+
 def padding_of(layer: nn.Conv2d) -> list[int] | None:
     """Zeros on both sides of each dimension; None where the sides differ."""
     if layer.padding == "valid":
@@ -233,6 +246,7 @@ def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
     def compute(
         bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
     ) -> Tensor:
+        input = with_strides_of_channels_last(input)
         if other is None:
             attribute, algorithm = EPILOGUES.get(activation or "", ("none", ""))
             value: Tensor = run(input, packed, bias, *options, attribute, [], algorithm)

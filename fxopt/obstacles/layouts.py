@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
@@ -28,11 +31,13 @@ class Region:
         convs: the calls of the convolutions, in graph order.
         nodes: these, and all nodes whose values are in channels_last when those of the convolutions are.
         borders: pairs of a value and its users outside of the region, which get a copy in the layout that it had before.
+        entries: pairs of a value in channels_last whose strides do not tell, and its users in the region.
     """
 
     convs: tuple[Node, ...]
     nodes: tuple[Node, ...]
     borders: tuple[tuple[Node, tuple[Node, ...]], ...]
+    entries: tuple[tuple[Node, tuple[Node, ...]], ...] = ()
 
 
 def regions(index: GraphIndex, convs: Collection[Node]) -> Iterator[Region]:
@@ -46,7 +51,7 @@ def regions(index: GraphIndex, convs: Collection[Node]) -> Iterator[Region]:
     for node in index.nodes:
         if node in convs or _keeps_layout(index, node):
             inside = [value for value in node.all_input_nodes if value in members]
-            if inside or node in convs:
+            if inside or node in convs or _hides_layout(node):
                 own = [node]
                 for part in {id(members[value]): members[value] for value in inside}.values():
                     own = part + own
@@ -54,13 +59,28 @@ def regions(index: GraphIndex, convs: Collection[Node]) -> Iterator[Region]:
     for nodes in {id(part): part for part in members.values()}.values():
         ordered = sorted(nodes, key=index.position.__getitem__)
         borders = (
-            (node, tuple(user for user in node.users if members.get(user) is not nodes)) for node in ordered
+            (
+                node,
+                tuple(
+                    user
+                    for user in node.users
+                    if members.get(user) is not nodes and not _takes_any_layout(index, node, user)
+                ),
+            )
+            for node in ordered
         )
-        yield Region(
-            tuple(node for node in ordered if node in convs),
-            tuple(ordered),
-            tuple((node, users) for node, users in borders if users),
-        )
+        entries = dict[Node, tuple[Node, ...]]()
+        for node in filter(_hides_layout, ordered):
+            for value in node.all_input_nodes:
+                entries[value] = (*entries.get(value, ()), node) if members.get(value) is not nodes else ()
+        calls = tuple(node for node in ordered if node in convs)
+        if calls:
+            yield Region(
+                calls,
+                tuple(ordered),
+                tuple((node, users) for node, users in borders if users),
+                tuple((value, users) for value, users in entries.items() if users),
+            )
 
 
 def region_obstacle(index: GraphIndex, region: Region) -> str | None:
@@ -119,6 +139,69 @@ def _is_seen_on_the_other_side(index: GraphIndex, region: Region, value: Node, w
                 if is_copied != (writer not in inside):
                     return True
     return False
+
+
+def is_channels_last(node: Node) -> bool:
+    """Tell whether a value is in channels_last."""
+    value = graph.value_of(node)
+    return (
+        isinstance(value, Tensor)
+        and value.dim() == 4
+        and value.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def _hides_layout(node: Node) -> bool:
+    """Tell whether a node gives the default layout of inputs that are in channels_last, as for a batch of 1 with other strides."""
+    return bool(node.all_input_nodes) and (
+        all(map(is_channels_last, node.all_input_nodes)) and not is_channels_last(node)
+    )
+
+
+def _takes_any_layout(index: GraphIndex, value: Node, user: Node) -> bool:
+    """Tell whether a user of a value computes the same of it in channels_last, and all behind, to where strides are as before."""
+    described = graph.value_of(value)
+    if index.memory.writers(value) or index.memory.is_returned(value) or not isinstance(described, Tensor):
+        return False
+    return _is_as_before(index, user, {value: described.contiguous(memory_format=torch.channels_last)})
+
+
+def _is_as_before(index: GraphIndex, node: Node, turned: Mapping[Node, Tensor]) -> bool:
+    """Tell whether nothing depends on the strides of a node's inputs.
+
+    Args:
+        index: of the graph.
+        node: a node.
+        turned: the descriptions of those inputs that get other strides.
+    """
+    module = index.module(node) if node.op == "call_module" else None
+    facts, before = facts_of(node, module), graph.value_of(node)
+    if not isinstance(before, Tensor) or "out" in node.kwargs:
+        return False
+    if _may_copy(node) and (index.memory.writers(node) or index.memory.is_returned(node)):
+        return False  # a copy may become a view
+    if isinstance(module, nn.Linear | nn.LayerNorm) and facts:  # which write a new tensor, row by row
+        return before.is_contiguous()
+    if not facts & (Fact.ELEMENTWISE | Fact.RESHAPES | Fact.VIEW) or not index.memory.is_pure(node):
+        return False
+    try:
+        found = value_with(node, module, turned)
+    except Exception:  # a view that these strides do not allow
+        return False
+    if str(found.stride()) == str(before.stride()):
+        return True
+    return all(_is_as_before(index, user, {**turned, node: found}) for user in node.users)
+
+
+def value_with(node: Node, module: nn.Module | None, turned: Mapping[Node, Tensor]) -> Tensor:
+    """The description of a node's value where some of its inputs have other strides."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda each: turned.get(each, graph.value_of(each)))
+    function: Any = getattr(Tensor, str(node.target)) if node.op == "call_method" else module or node.target
+    mode = graph.value_of(node).fake_mode
+    sizes = mode.shape_env.suppress_guards() if mode.shape_env else contextlib.nullcontext()
+    with mode, sizes:  # what is asked of free sizes here is no guard of the graph
+        found: Tensor = function(*args, **kwargs)
+    return found
 
 
 def _keeps_layout(index: GraphIndex, node: Node) -> bool:

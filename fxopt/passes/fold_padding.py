@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fxopt.errors import UndoError
 from fxopt.packed_operators import padding_of
 from fxopt.rewriting.pattern import Pattern
 from fxopt.submodules import with_values, without_tensors
@@ -47,6 +48,23 @@ class FoldPadding(Pattern):
             parameters["weight"] = with_values(conv.weight, grown)
         vars(padded)[PARAMETERS] = parameters
         return padded(x)
+
+    def inverse(self, new: Any, left: int, right: int, top: int, bottom: int) -> nn.Module:
+        """Take the padding out again, with the weights that the layer has now.
+
+        Raises:
+            UndoError: the zeros of a larger kernel were changed.
+        """
+        wide, high = max(left, right), max(top, bottom)
+        rows, columns = new.weight.shape[2:]
+        inner = new.weight[..., high - top : rows - high + bottom, wide - left : columns - wide + right]
+        if inner.count_nonzero() != new.weight.count_nonzero():
+            raise UndoError("the zeros that were added to its kernel have changed")
+        old = without_tensors(new)
+        old.padding = (new.padding[0] - high, new.padding[1] - wide)
+        old.kernel_size = tuple(inner.shape[2:])
+        vars(old)[PARAMETERS] = parameters_of(new) | {"weight": with_values(new.weight, inner.clone())}
+        return old  # type: ignore[no-any-return]
 
     def refuses(self, x: Any, left: int, right: int, top: int, bottom: int, conv: Any) -> str | None:
         """Say why a convolution cannot pad so, or would be slower."""

@@ -12,7 +12,8 @@ from torch.fx import GraphModule, Node
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedConv2d
-from fxopt.obstacles.layouts import Region, region_obstacle, regions
+from fxopt.obstacles.layouts import Region, is_channels_last, region_obstacle, regions
+from fxopt.packed_operators import with_strides, with_strides_of_channels_last
 from fxopt.packing import Tune, kernel_for, put_packed
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
@@ -108,6 +109,11 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
             )
             for user in users:
                 rewriter.replace_input(user, value, made[-1])
+        for value, users in site.region.entries:
+            entry = rewriter.create("call_function", channels_last, (value,), before=min(users))
+            made.append(entry)
+            for user in users:
+                rewriter.replace_input(user, value, entry)
         return [*site.region.convs, *made]
 
 
@@ -124,19 +130,18 @@ def contiguous(value: Tensor) -> Tensor:
     if value.dim() != 4:
         return value  # a convolution without a batch, where nobody checks inputs
     _, channels, height, width = value.shape
-    strides = (channels * height * width, height * width, width, 1)
-    return value if value.stride() == strides else value.as_strided(value.shape, strides)
+    return with_strides(value, (channels * height * width, height * width, width, 1))
 
 
 def channels_last(value: Tensor) -> Tensor:
-    """A tensor of four dimensions in channels_last.
+    """A tensor of four dimensions in channels_last, with the strides of that, which a dimension of size 1 leaves open.
 
     Example:
         >>> import torch
         >>> channels_last(torch.zeros(2, 3, 4, 4)).stride()
         (48, 1, 12, 3)
     """
-    return value.contiguous(memory_format=torch.channels_last)
+    return with_strides_of_channels_last(value.contiguous(memory_format=torch.channels_last))
 
 
 def _slower(region: Region, seconds: dict[Node, tuple[float, float]]) -> str | None:
@@ -144,7 +149,10 @@ def _slower(region: Region, seconds: dict[Node, tuple[float, float]]) -> str | N
     plain = sum(seconds[node][0] for node in region.convs)
     packed = sum(seconds[node][1] for node in region.convs)
     copied = [value for value, _ in region.borders if graph.value_of(value).is_contiguous()]
-    packed += sum(copying(graph.shape_of(value) or ()) for value in copied)
+    inside = {*region.nodes}
+    firsts = [node.all_input_nodes[0] for node in region.convs]
+    copied += [value for value in firsts if value not in inside and not is_channels_last(value)]
+    packed += sum(copying(graph.shape_of(value) or ()) for value in dict.fromkeys(copied))
     if packed <= MARGIN * plain:
         return None
     return (

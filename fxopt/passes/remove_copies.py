@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
+from fxopt.obstacles.layouts import value_with
 from fxopt.operators import Fact, facts_of, name_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
@@ -160,7 +158,7 @@ def _turned(
             return f"{user.name} ({name or user.op}) may depend on its strides"
         if name == _ATTENTION and value.stride()[-1] != 1:
             return f"{user.name} reads the numbers of a row one after the other"
-        found = _value(user, values)
+        found = value_with(user, None, values)
         changes = str(found.stride()) != str(graph.value_of(user).stride())
         if name in _READING and changes:
             return f"{user.name} would have other strides"
@@ -180,14 +178,3 @@ def _layouts(value: Tensor) -> list[Tensor]:
     batch, heads, rows, columns = value.shape
     turned = graph.like(value, (batch, rows, heads, columns)).transpose(1, 2)
     return [value, graph.like(value, value.shape), turned]
-
-
-def _value(node: Node, values: Mapping[Node, Tensor]) -> Tensor:
-    """The description of a node's value where some of its inputs have other strides."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda each: values.get(each, graph.value_of(each)))
-    function: Any = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target
-    mode = graph.value_of(node).fake_mode
-    sizes = mode.shape_env.suppress_guards() if mode.shape_env else contextlib.nullcontext()
-    with mode, sizes:  # what is asked of free sizes here is no guard of the graph
-        found: Tensor = function(*args, **kwargs)
-    return found

@@ -32,6 +32,7 @@ class Meeting(nn.Module):
         self.other_conv, self.layer_norm, self.behind = nn.Conv2d(1, 2, 1), nn.LayerNorm(4), nn.Linear(4, 4)
         self.wide, self.table = nn.Linear(64, 4), nn.Parameter(torch.ones(4, 4))
         self.packed = packed_layer(nn.Linear(4, 4), "onednn", (5, 4))
+        self.padded = nn.Conv2d(1, 2, 3)
 
     def forward(self, x):
         q, k = self.q(x) / 49, self.k(x)
@@ -47,7 +48,8 @@ class Meeting(nn.Module):
         y = y + (y + 1).view(5, 2, 2).transpose(0, 1).contiguous().transpose(0, 1).reshape(5, 4)
         image = torch.relu(self.packed(y))[None, None]
         y = y + 0.5 * y * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (y + 0.044715 * torch.pow(y, 3.0))))
-        return y / 8, k, self.norm(self.conv(image)) + self.other_conv(image) + 1
+        image = self.norm(self.conv(image)) + self.other_conv(image) + self.padded(F.pad(image, (1, 1, 1, 1)))
+        return y / 8, k, image + 1
 
 
 PASSES = list(available().values())

@@ -178,9 +178,9 @@ def test_constants_made_of_buffers_get_the_dtype_that_these_would_give_them(cons
     changed = FoldConstants()(copy.deepcopy(traced))
     assert len(fxopt.history(changed)) == 1
     x = X.to(dtype)
-    for module in (changed, FoldConstants()(copy.deepcopy(changed)), copy.deepcopy(changed)):
-        assert module.to(dtype)(x).dtype == before(x).dtype
-        torch.testing.assert_close(module(x), before(x))
+    for made in (changed, FoldConstants()(copy.deepcopy(changed)), copy.deepcopy(changed)):
+        assert made.to(dtype)(x).dtype == before(x).dtype
+        torch.testing.assert_close(made(x), before(x))
     assert_round_trip(before, undo(changed))
 
 

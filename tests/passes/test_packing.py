@@ -31,7 +31,14 @@ def linears(function):
 def convs(function):
     layers = {name: nn.Conv2d(3, 6, 3, padding=1) for name in "ac"}
     layers |= {"b": nn.Conv2d(6, 6, 1), "norm": nn.BatchNorm2d(6)}
-    return module(function, **layers, pool=nn.MaxPool2d(2), relu=nn.ReLU(inplace=True), head=nn.Linear(6, 4))
+    return module(
+        function,
+        **layers,
+        pool=nn.MaxPool2d(2),
+        relu=nn.ReLU(inplace=True),
+        head=nn.Linear(6, 4),
+        normal=nn.LayerNorm(6),
+    )
 
 
 def packed(traced):
@@ -124,7 +131,7 @@ def test_tuning_leaves_alone_what_is_not_faster(monkeypatch):
     [
         (lambda m, x: m.b(m.pool(m.norm(m.a(x)).relu())), 1),
         (lambda m, x: m.head(m.b(m.relu(m.a(x))).mean((2, 3))), 1),
-        (lambda m, x: m.head(F.adaptive_avg_pool2d(m.b(m.a(x)), 1).flatten(1)), 1),
+        (lambda m, x: m.head(F.adaptive_avg_pool2d(m.b(m.a(x)), 1).flatten(1)), 0),
         (lambda m, x: (m.a(x).relu(), m.b(m.c(x).relu_()).view(2, -1)), 2),
         (lambda m, x: torch.cat([m.b(m.a(x)), m.c(x)], 1), 1),
         (lambda m, x: torch.cat([m.a(x), m.c(x)], 0), 2),
@@ -144,6 +151,14 @@ def test_tuning_leaves_alone_what_is_not_faster(monkeypatch):
         (lambda m, x: (lambda y: (y.relu(), y.sum((2, 3)), F.relu_(y.view(2, -1))))(m.a(x)), 2),
         (lambda m, x: (lambda y: m.b(y * y.mean((2, 3), keepdim=True)))(m.a(x)), 1),
         (lambda m, x: m.b(F.interpolate(F.group_norm(m.a(x), 2), scale_factor=2.0)), 1),
+        # Where nothing behind depends on the strides, there is no copy.
+        (lambda m, x: m.head(m.a(x).flatten(2).transpose(1, 2)), 0),
+        (lambda m, x: m.head(F.gelu(m.b(m.a(x)).permute(0, 2, 3, 1)).reshape(2, -1, 6) * 2), 0),
+        (lambda m, x: m.normal(m.a(x).flatten(2).transpose(1, 2) + 1).sum(-1), 0),
+        (lambda m, x: m.head(m.a(x).view(2, 6, -1).transpose(1, 2)), 0),
+        (lambda m, x: m.head(m.a(x).view(2, -1, 6)), 1),
+        (lambda m, x: (m.a(x).flatten(2).transpose(1, 2) + 1).cos(), 1),
+        (lambda m, x: (lambda y: (y.reshape(2, -1, 6), y.reshape(2, -1)))(m.a(x).permute(0, 2, 3, 1)), 1),
         (lambda m, x: (lambda y: (y[:, :2].add_(1), y.sum()))(torch.cat([m.a(x), m.c(x)], 1)), 1),
         (lambda m, x: m.a(x.to(memory_format=torch.channels_last)).permute(0, 2, 3, 1), 1),
         (lambda m, x: (lambda y: (y.add_(m.a(x)).flatten(1), y.sum()))(m.c(x).sigmoid() * 1), 1),
@@ -162,6 +177,47 @@ def test_regions_of_convolutions(function, borders):
         assert torch.allclose(one, other, atol=1e-5)
         assert one.stride() == other.stride()
     assert fxopt.undo(traced).code == code
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_images_of_tokens_stay_in_channels_last(batch):
+    def forward(m, x):
+        images = [layer(x).transpose(1, 2).reshape(batch, 6, 12, 12) for layer in (m.head, m.head)]
+        resized = [F.interpolate(image, size=(6, 6), mode="bilinear") for image in images]
+        return m.b(torch.cat(resized, 1)).sum((2, 3))
+
+    model = module(forward, head=nn.Linear(4, 6), b=nn.Conv2d(12, 6, 3))
+    x = torch.randn(batch, 144, 4)
+    after = rewritten(PackConvs(), model, x, sites=1, trace=fxopt_trace)
+    entries = [node for node in after.graph.nodes if node.target is channels_last]
+    assert len(entries) == (2 if batch == 1 else 1)
+    inputs = []
+    after.b.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    after(x)
+    assert inputs[0].stride() == inputs[0].contiguous(memory_format=torch.channels_last).stride()
+    assert inputs[0].stride()[1] == 1
+
+
+@pytest.mark.parametrize("size", [(4, 3, 5), (1, 3, 5)])
+def test_a_batch_of_one_says_that_it_is_in_channels_last(size):
+    batch, channels, side = size
+    value = torch.randn(batch, side * side, channels).transpose(1, 2).reshape(batch, channels, side, side)
+    found = channels_last(value)
+    assert found.stride() == (channels * side * side, 1, channels * side, channels)
+    assert found.data_ptr() == value.data_ptr()
+
+
+def test_the_copy_in_front_of_a_region_is_measured(monkeypatch):
+    monkeypatch.setattr(tuning, "measured", lambda *_: {"plain": 1.0, "onednn": 0.5})
+    asked = []
+    monkeypatch.setattr("fxopt.passes.pack_convs.copying", lambda shape: asked.append(tuple(shape)) or 0.4)
+    model = module(lambda m, x: m.b(x).sum((2, 3)), b=nn.Conv2d(3, 4, 1))
+    refused(PackConvs(tune=True), model, IMAGE, reason="torch's own kernels", trace=fxopt_trace)
+    assert asked[:2] == [(2, 4, 12, 12), (2, 3, 12, 12)]
+    last = module(
+        lambda m, x: m.b(x.to(memory_format=torch.channels_last) + 1).sum((2, 3)), b=nn.Conv2d(3, 4, 1)
+    )
+    rewritten(PackConvs(tune=True), last, IMAGE, sites=1, trace=fxopt_trace)
 
 
 def test_a_layer_called_twice_is_refused():
@@ -197,6 +253,12 @@ def twice(value):
         (
             lambda m, x: (lambda y: (y, F.dropout(y, training=False)))(m.a(x)),
             "may share memory that the graph returns",
+        ),
+        (
+            lambda m, x: (lambda y: (m.head(y.reshape(2, -1, 6).add_(1)), m.head(y)))(
+                m.a(x).permute(0, 2, 3, 1)
+            ),
+            "add_ may write",
         ),
         # Whether this is a view depends on the layout of the inputs.
         (lambda m, x: (lambda y: (y.flatten(1), y[:, 0].zero_())[0])(m.a(x)), "after that is copied"),

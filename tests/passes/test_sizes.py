@@ -21,7 +21,6 @@ HALVES = {
     "obstacles/rounding.py": "passes/change_true_div_to_mul_by_inverse.py",
     "obstacles/batch_norm.py": "passes/fold_batch_norms.py",
     "obstacles/parameter_constants.py": "passes/fold_scale_and_shift.py",
-    "obstacles/layouts.py": "passes/pack_convs.py",
     **dict.fromkeys(
         (f"attention/{file.name}" for file in PACKAGE.glob("attention/*.py")), "passes/fuse_attention.py"
     ),
