@@ -197,13 +197,13 @@ def tensor_error(expected: Tensor, actual: Tensor, nan_anywhere: bool = False) -
     return absolute, max(far / size if size else (math.inf if far else 0.0) for far, size in largest)
 
 
-_ROW = 2  # one number may be small by chance
+_ROW, _ROW_OF_IMAGE = 2, 8  # fewer numbers may all be small by chance
 
 
 def row_error(expected: object, actual: object, least: float, own: object = None) -> float:
     """The largest difference, relative to the largest value of its row, which counts as `least` at least.
 
-    A row is the last dimension, with those before it where it has one number, as in images of one pixel.
+    A row is the last dimension, with those before it where it has one number, or fewer than 8 in four dimensions, as in small images.
 
     Args:
         expected: the values that are right.
@@ -220,7 +220,8 @@ def row_error(expected: object, actual: object, least: float, own: object = None
         if own is not None:
             gap = gap.where(_numbers(third).isfinite(), 0.0)
         size = values.abs().nan_to_num(0, 0)
-        dims = next((n for n in range(1, size.ndim) if size.shape[-n:].numel() >= _ROW), size.ndim)
+        fewest = _ROW if size.ndim < 4 else _ROW_OF_IMAGE
+        dims = next((n for n in range(1, size.ndim) if size.shape[-n:].numel() >= fewest), size.ndim)
         rows = size.amax([*range(-dims, 0)], keepdim=True) if size.ndim else size
         errors.append(float((gap / torch.where(rows > 0, rows, size.max()).clamp(min=least)).max()))
     return max(errors)

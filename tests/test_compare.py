@@ -164,7 +164,7 @@ def test_a_number_in_the_place_of_nan_has_no_cosine() -> None:
     assert cosine_similarity(exact, torch.tensor([5.0, 1.0])) == 0
 
 
-def test_the_row_of_one_pixel_is_its_channels():
+def test_the_row_of_a_small_image_is_its_channels():
     one, other = torch.tensor([[[[1.0]], [[1e-3]]]]), torch.tensor([[[[1.0]], [[2e-3]]]])
     assert row_error(one, other, 1e-30) == pytest.approx(1e-3)
     assert row_error(one[0], other[0], 1e-30) == pytest.approx(1e-3)
