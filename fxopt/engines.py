@@ -1,4 +1,4 @@
-"""Engines that compute the tensors of a captured graph in the place of torch's operators: torch.compile's and OpenVINO.
+"""Engines that compute the tensors of a captured graph in the place of torch's operators: torch.compile's, OpenVINO, ONNX Runtime.
 
 A graph is cut in three. What checks and reads the inputs comes first, then the *body*, which makes tensors of tensors alone, and
 what makes the outputs comes last. An engine computes the body. Guards, caches and classes of outputs stay in the graph.
@@ -89,9 +89,17 @@ def _owner(moves: bool) -> tuple[int, int]:
 
 def engines_for(device: str) -> Mapping[str, str]:
     """The engines for a type of device, each with the reason why it cannot be used here; empty where it can."""
-    named = {"cpu": ("inductor", "openvino"), "cuda": ("inductor", "cudagraphs")}.get(device, ())
-    missing = "" if importlib.util.find_spec("openvino") else "it is not installed: pip install openvino"
-    return {name: missing if name == "openvino" else "" for name in named}
+    named = {"cpu": ("inductor", *_PACKAGES), "cuda": ("inductor", "cudagraphs")}.get(device, ())
+    return {name: _missing(_PACKAGES.get(name, ())) for name in named}
+
+
+_PACKAGES = {"openvino": ("openvino",), "onnxruntime": ("onnxruntime", "onnxscript")}
+"""The packages that an engine needs."""
+
+
+def _missing(packages: Collection[str]) -> str:
+    found = all(map(importlib.util.find_spec, packages))
+    return "" if found else f"it is not installed: pip install {' '.join(packages)}"
 
 
 def with_engine(traced: TracedModule, name: str) -> tuple[TracedModule, Engine]:
@@ -328,19 +336,7 @@ def _openvino(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
     """OpenVINO, from a graph of torch.export; of its requests each thread has one."""
     import openvino
 
-    free = [[dim for dim, size in enumerate(shape) if not isinstance(size, int)] for shape in _shapes(body)]
-    if any(tensor.shape[dim] < 2 for tensor, dims in zip(inputs, free, strict=True) for dim in dims):
-        raise Unfit("it fixes a free size that is 0 or 1 in the example inputs")
-    specs = tuple(dict.fromkeys(dims, torch.export.Dim.AUTO) for dims in free)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        exported = torch.export.export(body, inputs, dynamic_shapes=specs, strict=False)
-        model = openvino.convert_model(exported)
-    made = exported.graph.find_nodes(op="placeholder")[-len(inputs) :]
-    if any(
-        isinstance(n.meta["val"].shape[dim], int) for n, dims in zip(made, free, strict=True) for dim in dims
-    ):
-        raise Unfit("torch.export fixes a size that is free")
+    model = _exported(body, inputs, openvino.convert_model)
     options = {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": "f32",
@@ -362,6 +358,44 @@ def _openvino(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
 
     _probe(body, inputs, run)
     return run
+
+
+def _onnxruntime(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
+    """ONNX Runtime, from a graph of torch.export; its threads wait actively for work while it computes, and no longer."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    options.log_severity_level = 3  # errors
+    proto = _exported(body, inputs, lambda exported: torch.onnx.export(exported, verbose=False).model_proto)
+    session = onnxruntime.InferenceSession(
+        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    names = [each.name for each in session.get_inputs()]
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        given = (tensor.detach().contiguous().numpy() for tensor in inputs)
+        return tuple(map(torch.from_numpy, session.run(None, dict(zip(names, given, strict=True)))))
+
+    _probe(body, inputs, run)
+    return run
+
+
+def _exported(body: GraphModule, inputs: tuple[Tensor, ...], convert: Callable[[Any], Any]) -> Any:
+    """What a converter makes of the body as torch.export gives it; Unfit if a free size is fixed there."""
+    free = [[dim for dim, size in enumerate(shape) if not isinstance(size, int)] for shape in _shapes(body)]
+    if any(tensor.shape[dim] < 2 for tensor, dims in zip(inputs, free, strict=True) for dim in dims):
+        raise Unfit("it fixes a free size that is 0 or 1 in the example inputs")
+    specs = tuple(dict.fromkeys(dims, torch.export.Dim.AUTO) for dims in free)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exported = torch.export.export(body, inputs, dynamic_shapes=specs, strict=False)
+        made = exported.graph.find_nodes(op="placeholder")[-len(inputs) :]
+        sizes = (n.meta["val"].shape[dim] for n, dims in zip(made, free, strict=True) for dim in dims)
+        if any(isinstance(size, int) for size in sizes):
+            raise Unfit("torch.export fixes a size that is free")
+        return convert(exported)
 
 
 def _probe(body: GraphModule, inputs: tuple[Tensor, ...], run: Function) -> None:
@@ -414,6 +448,7 @@ ENGINES: Mapping[str, tuple[Callable[[GraphModule, tuple[Tensor, ...]], Function
     "inductor": (_inductor, True),
     "cudagraphs": (_cudagraphs, False),
     "openvino": (_openvino, True),
+    "onnxruntime": (_onnxruntime, True),
 }
 """How each engine is made of a body and its inputs, and whether other threads than that which made it can use it."""
 

@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of, hooks_of, name_of
+from fxopt.torch_internals import FakeTensor
 
 _KEEPING = {
     *("max_pool2d", "maxpool2d", "avg_pool2d", "avgpool2d", "adaptive_avg_pool2d", "adaptiveavgpool2d"),
@@ -161,13 +162,17 @@ def _hides_layout(node: Node) -> bool:
 def _takes_any_layout(index: GraphIndex, value: Node, user: Node) -> bool:
     """Tell whether a user of a value computes the same of it in channels_last, and all behind, to where strides are as before."""
     described = graph.value_of(value)
-    if index.memory.writers(value) or index.memory.is_returned(value) or not isinstance(described, Tensor):
+    if not isinstance(described, FakeTensor) or described.dim() != 4:
         return False
-    return _is_as_before(index, user, {value: described.contiguous(memory_format=torch.channels_last)})
+    if index.memory.writers(value) or index.memory.is_returned(value):
+        return False
+    with _describing(described):
+        turned = described.contiguous(memory_format=torch.channels_last)
+    return _is_as_before(index, user, {value: turned})
 
 
 def _is_as_before(index: GraphIndex, node: Node, turned: Mapping[Node, Tensor]) -> bool:
-    """Tell whether nothing depends on the strides of a node's inputs.
+    """Tell whether nothing depends on the strides of a node's inputs; False where it takes other values, whose strides may change, too.
 
     Args:
         index: of the graph.
@@ -177,6 +182,9 @@ def _is_as_before(index: GraphIndex, node: Node, turned: Mapping[Node, Tensor]) 
     module = index.module(node) if node.op == "call_module" else None
     facts, before = facts_of(node, module), graph.value_of(node)
     if not isinstance(before, Tensor) or "out" in node.kwargs:
+        return False
+    others = (each for each in node.all_input_nodes if each not in turned and each.op != "get_attr")
+    if any(isinstance(graph.value_of(each), Tensor) for each in others):
         return False
     if _may_copy(node) and (index.memory.writers(node) or index.memory.is_returned(node)):
         return False  # a copy may become a view
@@ -197,11 +205,17 @@ def value_with(node: Node, module: nn.Module | None, turned: Mapping[Node, Tenso
     """The description of a node's value where some of its inputs have other strides."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda each: turned.get(each, graph.value_of(each)))
     function: Any = getattr(Tensor, str(node.target)) if node.op == "call_method" else module or node.target
-    mode = graph.value_of(node).fake_mode
-    sizes = mode.shape_env.suppress_guards() if mode.shape_env else contextlib.nullcontext()
-    with mode, sizes:  # what is asked of free sizes here is no guard of the graph
+    with _describing(graph.value_of(node)):
         found: Tensor = function(*args, **kwargs)
     return found
+
+
+@contextlib.contextmanager
+def _describing(value: FakeTensor) -> Iterator[None]:
+    """Compute descriptions; what they ask of free sizes is no guard of the graph."""
+    mode = value.fake_mode
+    with mode, mode.shape_env.suppress_guards() if mode.shape_env else contextlib.nullcontext():
+        yield
 
 
 def _keeps_layout(index: GraphIndex, node: Node) -> bool:

@@ -65,8 +65,8 @@ def optimize(
         max_graphs: how many graphs are kept; the one that was called longest ago goes first.
         wait: a call waits while another thread makes a graph; without it, the model itself runs meanwhile.
         methods: other methods to compute by graphs, such as `encode` and `decode`, made at their first calls.
-        engine: what computes the graphs: `torch`, `inductor` (torch.compile), `openvino` or, on a GPU, `cudagraphs`; `auto` takes the
-            fastest. An engine is checked as torch's kernels are; where it cannot compute a graph, torch does, with a warning.
+        engine: what computes the graphs: `torch`, `inductor` (torch.compile), `openvino`, `onnxruntime` or, on a GPU, `cudagraphs`; `auto`
+            takes the fastest. An engine is checked as torch's kernels are; where it cannot compute a graph, torch does, with a warning.
         progress: show what is being done on a terminal, when it takes longer than two seconds.
 
     Returns:

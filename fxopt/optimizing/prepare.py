@@ -260,7 +260,6 @@ def passes_for_all_engines(options: Options) -> list[Rewrite[Any]]:
         FoldConstants(freeze=True),
         FuseGelu(),
         MakeLayers(),
-        FoldPadding(),
         FoldBatchNorms(reversible=False),
         FoldScaleAndShift(reversible=False),
         *([ChangePrecision(torch.bfloat16)] if options.precision == "bfloat16" else []),
@@ -276,6 +275,7 @@ def passes_for_torch(options: Options) -> list[Rewrite[Any]]:
         RemoveRepeatedHeads(),
         RemoveCopies(),
         EliminateDeadCode(),
+        FoldPadding(),  # other engines pad opposite sides unlike
         *([QuantizeLinears(tune)] if options.precision == "int8" else []),
         PackConvs(tune),
         PackLinears(tune, alone=not options.keep_model),

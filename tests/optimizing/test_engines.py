@@ -412,14 +412,15 @@ def test_a_function_that_has_baked_in_a_size_is_found():
 
 
 def real(name):
-    if name == "openvino":
-        pytest.importorskip("openvino")
+    if name != "inductor":
+        for package in engines._PACKAGES[name]:
+            pytest.importorskip(package)
     elif not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("inductor needs a C++ compiler")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["inductor", "openvino"])
+@pytest.mark.parametrize("name", ["inductor", "openvino", "onnxruntime"])
 @torch.no_grad()
 def test_real_engines(name):
     real(name)
@@ -453,7 +454,7 @@ def test_real_engines(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["inductor", "openvino"])
+@pytest.mark.parametrize("name", ["inductor", "openvino", "onnxruntime"])
 @torch.no_grad()
 def test_real_engines_decode(name):
     real(name)
