@@ -203,7 +203,7 @@ _ROW, _ROW_OF_IMAGE = 2, 8  # fewer numbers may all be small by chance
 def row_error(expected: object, actual: object, least: float, own: object = None) -> float:
     """The largest difference, relative to the largest value of its row, which counts as `least` at least.
 
-    A row is the last dimension, with those before it where it has one number, or fewer than 8 in four dimensions, as in small images.
+    A row is the last dimension. In an image with fewer than 8 columns, and where a row has one number, it is several dimensions.
 
     Args:
         expected: the values that are right.

@@ -61,6 +61,11 @@ def constants_of(index: GraphIndex, freeze: bool = False) -> dict[Node, None]:
     return found
 
 
+def is_watched(value: nn.Module | Tensor) -> bool:
+    """Tell whether a write into a tensor, or into those of a module, can be noticed: inference tensors have no version."""
+    return not any(tensor.is_inference() for _, tensor in submodules.tensors_of({"": value}))
+
+
 def is_changing(value: Any, depth: int = 6) -> bool:
     """Tell whether a value is none of numbers and of what is made of parameters and buffers alone."""
     if not isinstance(value, Node):
@@ -84,7 +89,8 @@ def computed_constant(graph_module: GraphModule, node: Node, known: dict[Node, A
     args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
     with torch.inference_mode(False), torch.no_grad():
         if node.op == "get_attr":
-            known[node] = attribute(graph_module, str(node.target)).detach().clone()
+            held = attribute(graph_module, str(node.target))
+            known[node] = held.detach() if isinstance(held, nn.Parameter) else held.clone()
         elif node.op == "call_method":
             known[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         elif node.op == "call_module":
@@ -104,12 +110,11 @@ def follows_buffers(graph_module: GraphModule, node: Node, computed: Mapping[Nod
     lowered: dict[Node, Any] = {
         each: value.to(lower)
         for each, value in computed.items()
-        if each.op == "get_attr" and value.is_floating_point() and _is_cast(graph_module, str(each.target))
+        if (each.op == "call_module" or (each.op == "get_attr" and _is_cast(graph_module, str(each.target))))
+        and value.is_floating_point()
     }
     if not lowered or not computed[node].is_floating_point():
         return False
-    if any(each.op == "call_module" for each in computed):
-        return True  # a layer has the dtype of its weights
     try:
         return bool(computed_constant(graph_module, node, lowered).dtype == lower)
     except RuntimeError:  # in that dtype the graph itself would not run, either
@@ -125,8 +130,9 @@ def _is_cast(graph_module: GraphModule, path: str) -> bool:
 def _is_constant(index: GraphIndex, node: Node, constants: Collection[Node], freeze: bool) -> bool:
     """Tell whether a node gives the same in every run of the graph."""
     if node.op == "get_attr" and freeze:
-        kind = type(submodules.find(index.graph_module, str(node.target)))
-        return kind in (Tensor, nn.Parameter) and index.memory.written(node) is None
+        held = submodules.find(index.graph_module, str(node.target))
+        plain = type(held) in (Tensor, nn.Parameter) and is_watched(held)
+        return plain and index.memory.written(node) is None
     if node.op == "get_attr":
         paths = [str(node.target), *(other for _, other in index.sharing(node))]
         holders = [(index.modules[owner], name) for owner, name in map(split_path, paths)]
@@ -135,7 +141,9 @@ def _is_constant(index: GraphIndex, node: Node, constants: Collection[Node], fre
     facts = facts_of(node)
     if not freeze and (node.op == "call_module" or Fact.MIXES in facts):
         return False
-    if not index.memory.is_pure(node) or (node.op == "call_module" and not node.all_input_nodes):
+    if not index.memory.is_pure(node):
+        return False
+    if node.op == "call_module" and not (node.all_input_nodes and is_watched(index.module(node))):
         return False
     # What is read of memory that anything writes, be it later in the graph, is not what it was made as.
     changing = [v for v in node.all_input_nodes if v not in constants or index.memory.written(v)]

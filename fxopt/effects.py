@@ -84,7 +84,12 @@ def written_parameters(module: nn.Module) -> Iterator[Tensor]:
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Tell whether a module has hooks on its forward, which may do anything, but for those of torch that compute a weight."""
-    return any(not type(hook).__module__.startswith("torch.nn.utils.") for hook in _forward_hooks(module))
+    return len(weight_hooks_of(module)) < sum(1 for _ in _forward_hooks(module))
+
+
+def weight_hooks_of(module: nn.Module) -> list[Any]:
+    """The hooks of torch that compute a weight of a module in front of each call, as of `weight_norm` and pruning."""
+    return [hook for hook in _forward_hooks(module) if type(hook).__module__.startswith("torch.nn.utils.")]
 
 
 def has_hooks_of_users(module: nn.Module) -> bool:

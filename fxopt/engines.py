@@ -368,7 +368,9 @@ def _onnxruntime(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
     options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.log_severity_level = 3  # errors
-    proto = _exported(body, inputs, lambda exported: torch.onnx.export(exported, verbose=False).model_proto)
+    proto = _exported(
+        body, inputs, lambda exported: cast(Any, torch.onnx.export(exported, verbose=False)).model_proto
+    )
     session = onnxruntime.InferenceSession(
         proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
@@ -383,7 +385,7 @@ def _onnxruntime(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
 
 
 def _exported(body: GraphModule, inputs: tuple[Tensor, ...], convert: Callable[[Any], Any]) -> Any:
-    """What a converter makes of the body as torch.export gives it; Unfit if a free size is fixed there."""
+    """Convert the body as torch.export gives it; Unfit if that fixes a free size."""
     free = [[dim for dim, size in enumerate(shape) if not isinstance(size, int)] for shape in _shapes(body)]
     if any(tensor.shape[dim] < 2 for tensor, dims in zip(inputs, free, strict=True) for dim in dims):
         raise Unfit("it fixes a free size that is 0 or 1 in the example inputs")

@@ -118,16 +118,27 @@ class GraphIndex:
         The layer must be exactly a `kind`, with one name and one call. The layer must have no hooks, and share no tensor
         with another module.
         """
+        return self.inexact(node, kind) or self.place_obstacle(node) or self._unusual(self.module(node))
+
+    def place_obstacle(self, node: Node) -> str | None:
+        """Return the reason against putting another module at the place of the one that `node` calls, whatever that is.
+
+        The module must have one name and one call. No node may read or call a part of the module, and the module may share no
+        tensor with another one.
+        """
         module, path = self.module(node), str(node.target)
-        inexact, names = self.inexact(node, kind), self.names(module)
-        if inexact:
-            return inexact
+        names = self.names(module)
         if len(names) > 1:
             return f"the module has several names: {', '.join(names)}"
         if len(self.call_sites(module)) > 1:
             others = [other.name for other in self.call_sites(module) if other is not node]
             return f"the module is also called by {', '.join(others)}"
-        return self._unusual(module) or self._foreign_parent(path) or self._shared(path)
+        for name, part in module.named_modules(prefix=path):
+            if part is not module and self.call_sites(part):
+                return f"{self.call_sites(part)[0].name} calls a part of it"
+            if name in self.modules and (shared := self._shared(name)):
+                return shared
+        return self._foreign_parent(path)
 
     def joining_obstacle(self, first: Node, last: Node, value: Node | None = None) -> str | None:
         """Return the reason against computing `first` and `last` as one node in the position of `last`.

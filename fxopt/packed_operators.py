@@ -337,6 +337,8 @@ def _available() -> Mapping[type[nn.Module], Mapping[str, Kernel]]:
             dtypes = tuple(dtype for dtype in kernel.dtypes if _works(sample, kernel, shape, dtype))
             if dtypes:
                 found[kind][name] = dataclasses.replace(kernel, dtypes=dtypes)
+    if "onednn" not in found[nn.Conv2d]:
+        found[nn.Conv2d].clear()  # what is packed between others takes its layout
     if "int8" in found[nn.Linear]:  # which is faster for all sizes
         found[nn.Linear].pop("int8_weight", None)
     return found

@@ -134,11 +134,13 @@ def kernel_for(
 def activation_of(index: GraphIndex, node: Node) -> str | None:
     """The name of the activation that a node computes, if a packed layer can compute it."""
     module = index.module(node) if node.op == "call_module" else as_module(node)
-    if module is None or len(node.all_input_nodes) != 1:
+    named = (name for name in ACTIVATED if same_activation(module, ACTIVATIONS[name].make()))
+    found = next(named, None) if len(node.all_input_nodes) == 1 else None
+    if module is None or found is None:
         return None
     if node.op == "call_module" and (graph.input_of(node, module) is None or index.obstacle_in_place(module)):
         return None
-    return next((name for name in ACTIVATED if same_activation(module, ACTIVATIONS[name].make())), None)
+    return found
 
 
 def put_packed(rewriter: Rewriter, paths: Sequence[str], kernel: str, shape: Sequence[int]) -> None:

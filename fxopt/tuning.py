@@ -18,12 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fxopt.activations import ACTIVATIONS
 from fxopt.kernels import kernels_for, packed_layer
-from fxopt.packed_operators import finished
 from fxopt.submodules import without_tensors
 from fxopt.torch_internals import PARAMETERS, parameters_of
 
@@ -78,7 +79,7 @@ def fastest(
 def measured(
     layer: nn.Module, shape: Sequence[int], kernels: Sequence[str], activation: str | None = None
 ) -> Mapping[str, float]:
-    """The seconds of torch's kernel and others for a layer with what follows it, and the shape of its input, from the cache if known."""
+    """The seconds that torch's kernel and others take for a layer and the activation behind it; what the cache has is not measured."""
     key = _key(layer, shape, activation)
     found = _looked_up(key, [PLAIN, *kernels], lambda: _measure(layer, shape, kernels, activation))
     return {name: found[name] for name in (PLAIN, *kernels)}
@@ -174,9 +175,12 @@ def _measure(
         layout = torch.channels_last if isinstance(layer, nn.Conv2d) else torch.contiguous_format
         packed_value = value.contiguous(memory_format=layout)
 
+        follows: Any = ACTIVATIONS[activation] if activation else None
+
         def run(name: str, each: nn.Module) -> Tensor:
             if name == PLAIN:
-                return finished(each(value), None, activation)
+                found: Tensor = each(value)
+                return found if follows is None else follows.function(found, **follows.options)
             packed: Tensor = each(packed_value, None, activation)
             return packed
 

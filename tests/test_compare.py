@@ -169,3 +169,12 @@ def test_the_row_of_a_small_image_is_its_channels():
     assert row_error(one, other, 1e-30) == pytest.approx(1e-3)
     assert row_error(one[0], other[0], 1e-30) == pytest.approx(1e-3)
     assert row_error(one[0, 1, 0, 0], other[0, 1, 0, 0], 1e-30) == pytest.approx(1)
+
+
+def test_a_small_image_is_judged_by_its_channels_and_a_large_one_by_its_rows():
+    for size, error in (((1, 2, 1, 3), 1e-3), ((1, 2, 1, 8), 1.0), ((2, 1, 3), 1.0)):
+        one = torch.ones(size)
+        one.view(2, -1)[1] = 1e-3
+        other = one.clone()
+        other.view(2, -1)[1, 0] = 2e-3
+        assert row_error(one, other, 1e-30) == pytest.approx(error)

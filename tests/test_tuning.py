@@ -200,20 +200,21 @@ def test_without_tuning_what_was_measured_as_slower_is_left_alone(monkeypatch, c
     [((nn.GELU(),), "gelu"), ((nn.ReLU(inplace=True),), "relu"), ((nn.Softmax(-1),), None), ((), None)],
 )
 def test_the_activation_behind_a_layer_is_measured_with_it(behind, activation, monkeypatch):
-    asked, ran = [], []
+    asked = []
     monkeypatch.setattr(
         packing, "fastest", lambda *given, **options: asked.append(options["activation"]) or ("plain", {})
     )
     traced = fxopt.trace(nn.Sequential(LAYER, *behind).eval(), (torch.ones(SHAPE),))
     assert not fxopt.PackLinears(tune=True).explain(traced).sites
     assert asked == [activation]
-    plain = tuning.finished
-    monkeypatch.setattr(tuning, "finished", lambda *given: ran.append(given[2]) or plain(*given))
-    _, alone = tuning.fastest(LAYER, SHAPE)
-    _, both = tuning.fastest(LAYER, SHAPE, activation="gelu")
-    assert {*ran} == {None, "gelu"}
-    assert alone.keys() == both.keys()
-    assert alone != both
+
+
+def test_a_layer_with_an_activation_has_a_row_of_its_own(cache):
+    tuning.fastest(LAYER, SHAPE)
+    tuning.fastest(LAYER, SHAPE, activation="gelu")
+    keys = [*kept_in(cache)]
+    assert [" and gelu " in key for key in keys] == [False, True]
+    assert keys[0] == keys[1].replace(" and gelu ", " ")
 
 
 def test_a_convolution_of_single_pixels_has_a_matrix_product():

@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of, hooks_of, name_of
+from fxopt.packed_operators import with_strides_of_channels_last
 from fxopt.torch_internals import FakeTensor
 
 _KEEPING = {
@@ -105,16 +106,17 @@ def region_obstacle(index: GraphIndex, region: Region) -> str | None:
         first = min(map(index.position.__getitem__, users))
         late = [writer for writer in index.memory.writers(node) if index.position[writer] >= first]
         # In another layout of the inputs, what reshapes gives copies in the place of views, which no write reaches.
-        copies = any(_may_copy(alias) for alias in index.memory.aliases(node) if alias not in inside)
+        copies = any(_may_copy(index, alias) for alias in index.memory.aliases(node) if alias not in inside)
         for writer in late:
             if copies or twins or _is_seen_on_the_other_side(index, region, node, writer):
                 return f"{writer.name} may write into the memory of {node.name} after that is copied"
     return None
 
 
-def _may_copy(node: Node) -> bool:
+def _may_copy(index: GraphIndex, node: Node) -> bool:
     """Tell whether the strides of its input decide if the value of a node is a view."""
-    return Fact.COPIES in facts_of(node) or name_of(node) == "to"
+    module = index.module(node) if node.op == "call_module" else None
+    return Fact.COPIES in facts_of(node, module) or name_of(node) == "to"
 
 
 def _roots(index: GraphIndex, region: Region) -> dict[Node, set[Node]]:
@@ -160,19 +162,21 @@ def _hides_layout(node: Node) -> bool:
 
 
 def _takes_any_layout(index: GraphIndex, value: Node, user: Node) -> bool:
-    """Tell whether a user of a value computes the same of it in channels_last, and all behind, to where strides are as before."""
+    """Tell whether a user of a value may get the value in channels_last: nothing behind the user depends on strides."""
     described = graph.value_of(value)
     if not isinstance(described, FakeTensor) or described.dim() != 4:
         return False
     if index.memory.writers(value) or index.memory.is_returned(value):
         return False
     with _describing(described):
-        turned = described.contiguous(memory_format=torch.channels_last)
+        turned = with_strides_of_channels_last(described.contiguous(memory_format=torch.channels_last))
     return _is_as_before(index, user, {value: turned})
 
 
 def _is_as_before(index: GraphIndex, node: Node, turned: Mapping[Node, Tensor]) -> bool:
-    """Tell whether nothing depends on the strides of a node's inputs; False where it takes other values, whose strides may change, too.
+    """Tell whether neither a node nor what follows depends on the strides of the node's inputs.
+
+    False where the node takes other values besides: their strides may change, too.
 
     Args:
         index: of the graph.
@@ -186,11 +190,13 @@ def _is_as_before(index: GraphIndex, node: Node, turned: Mapping[Node, Tensor]) 
     others = (each for each in node.all_input_nodes if each not in turned and each.op != "get_attr")
     if any(isinstance(graph.value_of(each), Tensor) for each in others):
         return False
-    if _may_copy(node) and (index.memory.writers(node) or index.memory.is_returned(node)):
+    if _may_copy(index, node) and (index.memory.writers(node) or index.memory.is_returned(node)):
         return False  # a copy may become a view
     if isinstance(module, nn.Linear | nn.LayerNorm) and facts:  # which write a new tensor, row by row
         return before.is_contiguous()
     if not facts & (Fact.ELEMENTWISE | Fact.RESHAPES | Fact.VIEW) or not index.memory.is_pure(node):
+        return False
+    if name_of(node) == "as_strided":
         return False
     try:
         found = value_with(node, module, turned)

@@ -18,6 +18,7 @@ from fxopt.capture import TracedModule, trace_method
 from fxopt.capture.runtime.input_guard import guard_of
 from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.compare import cosine_similarity, norm_error, norm_errors, unlike
+from fxopt.constants import Constant
 from fxopt.engines import AUTO, TORCH, Unfit, engines_for, in_one_line, with_engine
 from fxopt.errors import FxoptError
 from fxopt.float64 import run_in_float64
@@ -326,6 +327,7 @@ def _memory(model: nn.Module, computed: Lowered, options: Options) -> float | No
     """The bytes of all weights, the graph's and the model's where it is kept, divided by the bytes of the model's."""
     own = [*model.parameters()]
     held: list[Any] = [each for each in computed.traced.parameters() if not each.is_meta]
+    held += [module.value for module in computed.traced.modules() if isinstance(module, Constant)]
     held += [*computed.packed.values(), *(own if options.keep_model else ())]
     total, models = (sum({id(each): each.nbytes for each in some}.values()) for some in (held, own))
     return total / models if models else None

@@ -6,21 +6,20 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.nn.utils import parametrize
 
-from fxopt import effects, graph, submodules
+from fxopt import graph, submodules
 from fxopt.constants import Constant, computed_constant, constants_of, follows_buffers
 from fxopt.errors import PassError
 from fxopt.graph_index import GraphIndex
+from fxopt.obstacles.parametrized import computes_weights, plain_obstacle, with_computed_weights
+from fxopt.operators import Fact, facts_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import Left
 from fxopt.submodules import free_path
-from fxopt.torch_internals import BUFFERS, PARAMETERS, buffers_of, parameters_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +33,9 @@ class FoldConstants(ReversibleRewrite[Node]):
 
     Args:
         max_bytes: a tensor that takes more memory is left alone; with `freeze`, unless it is made of as many bytes of weights.
-        freeze: count parameters and all buffers as constants, too, as `torch.jit.freeze` does, and what layers and
-            parametrizations such as `weight_norm` make of these: a later change of the weights does not reach what was folded.
+        freeze: count parameters, all buffers and what layers make of these as constants, too, as `torch.jit.freeze` does. A later
+            change of the weights does not reach what was folded. Linear layers and convolutions with `weight_norm`, or another
+            parametrization of torch's own, become plain ones.
 
     Example:
         >>> import fxopt, torch
@@ -60,10 +60,9 @@ class FoldConstants(ReversibleRewrite[Node]):
         """Yield the constants that something else than a constant uses."""
         index = GraphIndex(graph_module)
         for node in index.calls_like(nn.Module) if self.freeze else ():
-            layer = index.module(node)
-            if index.call_sites(layer)[0] is node and _computes_weights(layer) and not layer.training:
-                why = "its weights cannot be computed ahead, to make a plain layer of torch"
-                yield node if _with_weights(layer) else Refusal(node, why)
+            if computes_weights(index.module(node)):
+                reason = plain_obstacle(index, node)
+                yield Refusal(node, reason) if reason else node
         constants = constants_of(index, self.freeze)
         for node in constants:
             needed = any(user not in constants for user in node.users) and not self._is_weight(index, node)
@@ -74,9 +73,8 @@ class FoldConstants(ReversibleRewrite[Node]):
     def apply(self, rewriter: Rewriter, site: Node) -> Node:
         """Compute the constant, let a buffer take its place, and erase what nothing needs any more."""
         called = rewriter.graph_module.get_submodule(str(site.target)) if site.op == "call_module" else None
-        if called is not None and _computes_weights(called):
-            names = (n for n, m in rewriter.graph_module.named_modules(remove_duplicate=False) if m is called)
-            rewriter.swap(dict.fromkeys(names, _with_weights(called)))
+        if called is not None and computes_weights(called):
+            rewriter.replace_module(str(site.target), with_computed_weights(called))
             return site
         computed, described = dict[Node, Any](), graph.value_of(site)
         value = computed_constant(rewriter.graph_module, site, computed)
@@ -116,51 +114,17 @@ class FoldConstants(ReversibleRewrite[Node]):
         return f"it takes {size} bytes: more than max_bytes={self.max_bytes}"
 
 
-_LAYERS = (
-    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
-
-
-def _computes_weights(layer: nn.Module) -> bool:
-    """Tell whether torch computes weights of a layer in each call, by a parametrization or a hook of `torch.nn.utils`."""
-    return parametrize.is_parametrized(layer) or bool(_weight_hooks(layer))
-
-
-def _weight_hooks(layer: nn.Module) -> list[Any]:
-    hooks = layer._forward_pre_hooks.values()
-    return [hook for hook in hooks if type(hook).__module__.startswith("torch.nn.utils.")]
-
-
-def _with_weights(layer: nn.Module) -> nn.Module | None:
-    """A plain layer that holds the weights which a layer computes; None where there is none."""
-    parametrized, clean = [*getattr(layer, "parametrizations", ())], vars(nn.Module())
-    kind = type(layer).__bases__[0] if parametrized else type(layer)
-    if kind not in _LAYERS or effects.has_forward_hooks(layer):
-        return None
-    plain: Any = kind.__new__(kind)
-    own = {name: value for name, value in vars(layer).items() if name not in clean}
-    held = {PARAMETERS: dict(parameters_of(layer)), BUFFERS: dict(buffers_of(layer))}
-    vars(plain).update(clean | own | held, training=False)
-    with torch.no_grad():
-        for hook in _weight_hooks(layer):
-            hook(plain, ())
-        source = layer if parametrized else plain
-        names = parametrized or [name for name, value in vars(plain).items() if isinstance(value, Tensor)]
-        computed = {name: nn.Parameter(getattr(source, name).clone(), False) for name in names}
-    for name in names:
-        vars(plain).pop(name, None)
-    tensors = {name: computed.get(name, parameters_of(layer).get(name)) for name in ("weight", "bias")}
-    vars(plain).update({PARAMETERS: tensors, BUFFERS: {}})
-    return plain if submodules.is_plain(plain) else None
-
-
 def _bytes_of_weights(index: GraphIndex, node: Node) -> int:
     """How many bytes the parameters and buffers take that a constant is made of."""
-    parts = graph.reached([node], lambda each: each.all_input_nodes)
-    read = {str(each.target) for each in parts if each.op in ("get_attr", "call_module")}
-    held = {path: submodules.find(index.graph_module, path) for path in read}
-    return sum({id(tensor): tensor.nbytes for _, tensor in submodules.tensors_of(held)}.values())
+
+    def made_of(each: Node) -> list[Node]:
+        described = graph.first_argument(each) if Fact.DESCRIBES in facts_of(each) else None
+        return [value for value in each.all_input_nodes if value is not described]
+
+    parts = [each for each in graph.reached([node], made_of) if each.op in ("get_attr", "call_module")]
+    held = {path: submodules.find(index.graph_module, path) for path in map(str, (n.target for n in parts))}
+    tensors = submodules.tensors_of({path: value for path, value in held.items() if value is not None})
+    return sum({id(tensor): tensor.nbytes for _, tensor in tensors}.values())
 
 
 def _nothing(now: Mapping[str, Any], left: Mapping[str, Left]) -> dict[str, Any]:

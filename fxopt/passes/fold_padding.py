@@ -76,6 +76,6 @@ class FoldPadding(Pattern):
             return None
         if conv.dilation != (1, 1):
             return "opposite sides differ, and the kernel is dilated"
-        if conv.in_channels // conv.groups > _FEW:
+        if conv.in_channels // conv.groups > _FEW or conv.weight.device.type != "cpu":
             return "opposite sides differ, and a larger kernel would cost more than the padding"
         return None

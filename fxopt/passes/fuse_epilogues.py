@@ -33,7 +33,7 @@ class Epilogue:
 class FuseEpilogues(ReversibleRewrite[Epilogue]):
     """Lets packed layers add a residual and apply an activation before they write their product to memory.
 
-    The layers are those of `PackLinears` and `PackConvs` with a kernel of oneDNN. A linear layer adds or activates,
+    The layers are those of `PackLinears` and `PackConvs` with a kernel that fuses: `onednn` or `matmul`. A linear layer adds or activates,
     a convolution adds, applies ReLU, or both, or applies another activation.
 
     Example:

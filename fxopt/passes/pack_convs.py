@@ -32,13 +32,14 @@ class ConvRegion:
 
 @dataclasses.dataclass(frozen=True)
 class PackConvs(ReversibleRewrite[ConvRegion]):
-    """Gives `torch.nn.Conv2d` layers on the CPU oneDNN's kernel with packed weights, which works in channels_last.
+    """Gives `torch.nn.Conv2d` layers on the CPU kernels that work in channels_last: oneDNN's, or a product of matrices for 1 x 1.
 
-    Convolutions that only layout-keeping operators (activations, additions, pooling, normalization) stand between
-    stay in channels_last from the first to the last; what leaves such a region is brought back to the layout that it had
-    before, so that views, and what the graph returns, are as before. With `tune=True`, each distinct shape is timed
-    once, and a region is rewritten where its layers are faster together, the copies at its borders counted. A packed
-    layer holds its weight twice; see `PackLinears` for what it follows and where it computes as before.
+    Convolutions that only layout-keeping operators (activations, additions, pooling, normalization) stand between stay in channels_last
+    from the first to the last. What leaves such a region is copied to the layout that it had before, unless nothing behind depends on
+    the layout. So views, and what the graph returns, are as before.
+
+    With `tune=True`, each distinct shape is timed once, and a region is rewritten where its layers are faster together, the copies at
+    its borders counted. oneDNN's kernel holds the weight twice; see `PackLinears` for what a packed layer follows.
 
     Args:
         tune: measure, and leave regions alone that are not faster. Else every region is packed; with `"known"`, but for
@@ -90,7 +91,7 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
                 yield ConvRegion(region.convs[0], region, tuple(kernels[node] for node in region.convs))
 
     def apply(self, rewriter: Rewriter, site: ConvRegion) -> list[Node]:
-        """Put packed layers in the place of the old ones, and copies to the default layout at the borders."""
+        """Put packed layers in the place of the old ones, and copies at the borders."""
         for node, kernel in zip(site.region.convs, site.kernels, strict=True):
             shape = graph.shape_of(node.all_input_nodes[0])
             assert shape is not None
@@ -157,5 +158,5 @@ def _slower(region: Region, seconds: dict[Node, tuple[float, float]]) -> str | N
         return None
     return (
         f"torch's own kernels are as fast for the {len(region.convs)} convolutions of its region: {1e6 * plain:.0f} µs, "
-        f"packed {1e6 * packed:.0f} µs with the copies to the default layout"
+        f"packed {1e6 * packed:.0f} µs with the copies at its borders"
     )

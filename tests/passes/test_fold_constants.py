@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 
 import fxopt
 from fxopt import PassError, undo
@@ -339,7 +339,112 @@ def test_a_hook_of_a_user_keeps_the_parametrization():
     traced = fxopt.trace(model, (torch.randn(2, 4, 4),))
     explanation = FoldConstants(freeze=True).explain(traced)
     assert len(explanation.sites) == 4
-    assert "computed ahead" in explanation.refusals[0][2]
+    assert "hooks" in explanation.refusals[0][2]
+
+
+def _parametrized(layer=None):
+    return nn.utils.parametrizations.weight_norm(nn.Linear(4, 4) if layer is None else layer)
+
+
+class Noise(nn.Module):
+    def forward(self, weight):
+        return weight + torch.rand_like(weight)
+
+
+def _noisy():
+    layer = nn.Linear(4, 4)
+    parametrize.register_parametrization(layer, "weight", Noise())
+    return layer
+
+
+def _tied():
+    first, second = _parametrized(), _parametrized()
+    second.parametrizations.weight.original1 = first.parametrizations.weight.original1
+    return nn.Sequential(first, second)
+
+
+def _with_backward_hook():
+    layer = _parametrized()
+    layer.register_full_backward_hook(lambda *_: None)
+    return nn.Sequential(layer)
+
+
+def _inference():
+    with torch.inference_mode():
+        return nn.Sequential(_parametrized())
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: nn.Sequential(_noisy()), "not torch's own"),
+        (
+            lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.LSTM(4, 4), "weight_hh_l0")),
+            "is no linear layer",
+        ),
+        (_tied, "shares memory"),
+        (_with_backward_hook, "backward hooks"),
+        (lambda: nn.Sequential(_parametrized()).train(), "training mode"),
+        (_inference, "inference_mode"),
+    ],
+)
+def test_parametrized_layers_that_stay(make, reason):
+    traced = torch.fx.symbolic_trace(make() if reason == "training mode" else make().eval())
+    explanation = FoldConstants(freeze=True).explain(traced)
+    assert not explanation.sites
+    assert reason in explanation.refusals[0][2]
+
+
+def test_a_parametrized_layer_called_twice_stays():
+    layer = _parametrized()
+    traced = torch.fx.symbolic_trace(nn.Sequential(layer, layer).eval())
+    assert "also called by" in FoldConstants(freeze=True).explain(traced).refusals[0][2]
+
+
+def test_a_parametrized_layer_may_compute_its_bias_as_well():
+    layer = _parametrized()
+    prune.random_unstructured(layer, "bias", 0.5)
+    model, x = nn.Sequential(layer).eval(), torch.randn(3, 4)
+    with torch.no_grad():
+        expected = model(x)
+        traced = FoldConstants(freeze=True)(fxopt.trace(model, (x,)))
+        assert type(traced.get_submodule("0")) is nn.Linear
+        assert traced.get_submodule("0").bias is not None
+        torch.testing.assert_close(fxopt.PackLinears()(traced)(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_frozen_constants_have_the_dtype_of_the_weights(dtype):
+    model, x = Frozen().eval(), torch.randn(2, 3, 4)
+    traced = FoldConstants(freeze=True)(fxopt.trace(model, (x,)))
+    assert traced.to(dtype)(x.to(dtype)).dtype == dtype
+    wide = module(
+        lambda m, x: x.float() + m.norm(m.weight).float(),
+        norm=nn.LayerNorm(4),
+        weight=nn.Parameter(torch.randn(4)),
+    )
+    folded = FoldConstants(freeze=True)(fxopt.trace(wide, (x,)))
+    assert folded.to(dtype)(x.to(dtype)).dtype == torch.float32
+
+
+def test_a_weight_whose_writes_nobody_notices_is_no_constant():
+    with torch.inference_mode():
+        weight = nn.Parameter(torch.randn(4))
+    model = module(lambda m, x: x + m.weight.exp())
+    model.weight = weight
+    assert not FoldConstants(freeze=True).explain(torch.fx.symbolic_trace(model)).sites
+
+
+def test_what_a_mask_describes_counts_for_no_weight_of_it():
+    def forward(m, x):
+        h = m.table(x)
+        return h + torch.zeros_like(h).add(1)
+
+    model = module(forward, table=nn.Embedding(1000, 4))
+    traced = fxopt.trace(model, (torch.arange(3),))
+    explanation = FoldConstants(max_bytes=8, freeze=True).explain(traced)
+    assert not explanation.sites
+    assert "max_bytes=8" in explanation.refusals[0][2]
 
 
 def test_optimize_follows_weights_that_its_graph_has_folded():

@@ -157,6 +157,8 @@ def test_tuning_leaves_alone_what_is_not_faster(monkeypatch):
         (lambda m, x: m.normal(m.a(x).flatten(2).transpose(1, 2) + 1).sum(-1), 0),
         (lambda m, x: m.head(m.a(x).view(2, 6, -1).transpose(1, 2)), 0),
         (lambda m, x: m.head(m.a(x).view(2, -1, 6)), 1),
+        (lambda m, x: m.a(x).as_strided((2, 144 * 6), (144 * 6, 1)) * 2, 1),
+        (lambda m, x: m.head((m.a(x).permute(0, 2, 3, 1) + m.c(x).permute(0, 2, 3, 1)).relu()), 2),
         (lambda m, x: (m.a(x).flatten(2).transpose(1, 2) + 1).cos(), 1),
         (lambda m, x: (lambda y: (y.reshape(2, -1, 6), y.reshape(2, -1)))(m.a(x).permute(0, 2, 3, 1)), 1),
         (lambda m, x: (lambda y: (y[:, :2].add_(1), y.sum()))(torch.cat([m.a(x), m.c(x)], 1)), 1),
@@ -433,3 +435,8 @@ def test_pooling_and_interpolation_give_new_memory():
             made += [F.interpolate(x, size=shape[-2:], mode=mode) for mode in ("nearest", "bilinear", "area")]
             made += [F.interpolate(x, scale_factor=1, mode="bicubic")]
             assert all(each.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() for each in made)
+
+
+def test_a_scripted_layer_behind_is_no_activation():
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 8)).eval()
+    assert len(PackLinears().explain(fxopt.trace(model, (X,))).sites) == 2

@@ -20,6 +20,7 @@ HALVES = {
     "functional.py": "passes/make_layers.py",
     "obstacles/rounding.py": "passes/change_true_div_to_mul_by_inverse.py",
     "obstacles/batch_norm.py": "passes/fold_batch_norms.py",
+    "obstacles/parametrized.py": "passes/fold_constants.py",
     "obstacles/parameter_constants.py": "passes/fold_scale_and_shift.py",
     **dict.fromkeys(
         (f"attention/{file.name}" for file in PACKAGE.glob("attention/*.py")), "passes/fuse_attention.py"
