@@ -48,10 +48,10 @@ def plain_obstacle(index: GraphIndex, node: Node) -> str | None:
         return f"{writer.name} may write into its weights"
     if not is_watched(layer):
         return "a weight was made under inference_mode: nobody notices what is written into it"
-    plain = None if (reason := index.place_obstacle(node)) else with_computed_weights(layer)
-    return reason or (
-        None if plain and submodules.is_plain(plain) else "it holds more than a weight and a bias"
-    )
+    reason = index.place_obstacle(node)
+    if reason is None and not submodules.is_plain(with_computed_weights(layer)):
+        return "its weight and bias do not have the shapes that the layer tells"
+    return reason
 
 
 def with_computed_weights(layer: nn.Module) -> nn.Module:

@@ -369,6 +369,12 @@ def _with_backward_hook():
     return nn.Sequential(layer)
 
 
+def _sliced():
+    layer = _parametrized()
+    layer.out_features = 3
+    return nn.Sequential(layer)
+
+
 def _inference():
     with torch.inference_mode():
         return nn.Sequential(_parametrized())
@@ -386,6 +392,7 @@ def _inference():
         (_with_backward_hook, "backward hooks"),
         (lambda: nn.Sequential(_parametrized()).train(), "training mode"),
         (_inference, "inference_mode"),
+        (_sliced, "do not have the shapes that the layer tells"),
     ],
 )
 def test_parametrized_layers_that_stay(make, reason):

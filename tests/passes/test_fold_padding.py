@@ -63,7 +63,7 @@ def test_each_way_to_pad_with_zeros(value):
             nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
             "other values",
         ),
-        (lambda x: F.pad(x, (0, 1, 0, 1)), nn.Conv2d(3, 4, 3, dilation=2), "dilated"),
+        (lambda x: F.pad(x, (0, 1, 0, 1)), nn.Conv2d(3, 4, 3, dilation=2), "and the kernel is dilated"),
         (lambda x: F.pad(x.repeat(1, 3, 1, 1), (0, 1, 0, 1)), nn.Conv2d(9, 4, 3), "would cost more"),
         (lambda x: F.pad(x, (1, 1, 1, 1), "constant", 1.0), nn.Conv2d(3, 4, 3), None),
         (lambda x: F.pad(x, (1, 1, 1, 1), "reflect"), nn.Conv2d(3, 4, 3), None),
