@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 import fxopt
+from fxopt.objects import tensors_in
 from fxopt.testing import RTOL_FLOAT64, Oracle, assert_round_trip
 from tests.fuzz.changes import BETWEEN, LOSSY, VARIANTS
 from tests.fuzz.histories import Fault, Lost, Player, guarded
@@ -37,7 +38,10 @@ def check(program: Program, plan: Plan) -> collections.Counter[str]:
         traced = fxopt.trace(model, tuple(inputs)) if plan.own_trace else torch.fx.symbolic_trace(model)
         reference = model if plan.own_trace else copy.deepcopy(traced)
         # In the dtype of the program, whose statements may name it: what is narrower may be off by more.
-        dtype = {"wide": getattr(torch, program.dtype), "rtol": RTOL[program.dtype]}
+        outputs = tensors_in(copy.deepcopy(model)(*program.arguments()))
+        narrow = any(each.dtype is torch.float32 for each in outputs)  # as of a quotient of integers
+        rtol = RTOL["float32" if narrow else program.dtype]
+        dtype = {"wide": getattr(torch, program.dtype), "rtol": rtol}
         captured = copy.deepcopy(traced)
         oracle = Oracle(
             reference, inputs, float64=reference, captured=captured, gradients=plan.gradients, **dtype
