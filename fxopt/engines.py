@@ -7,6 +7,7 @@ what makes the outputs comes last. An engine computes the body. Guards, caches a
 from __future__ import annotations
 
 import importlib.util
+import logging
 import operator
 import os
 import threading
@@ -368,9 +369,7 @@ def _onnxruntime(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
     options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.log_severity_level = 3  # errors
-    proto = _exported(
-        body, inputs, lambda exported: cast(Any, torch.onnx.export(exported, verbose=False)).model_proto
-    )
+    proto = _exported(body, inputs, _onnx)
     session = onnxruntime.InferenceSession(
         proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
@@ -382,6 +381,17 @@ def _onnxruntime(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
 
     _probe(body, inputs, run)
     return run
+
+
+def _onnx(exported: Any) -> Any:
+    """The ONNX model of an exported graph, without torch's log of packages that it looks for."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return cast(Any, torch.onnx.export(exported, verbose=False)).model_proto
+    finally:
+        logger.setLevel(level)
 
 
 def _exported(body: GraphModule, inputs: tuple[Tensor, ...], convert: Callable[[Any], Any]) -> Any:

@@ -1,6 +1,7 @@
 """`fxopt.optimize(engine=)`: an engine computes the tensors of a graph, is checked, and gives way to torch where it cannot."""
 
 import copy
+import logging
 import pickle
 import shutil
 import threading
@@ -464,3 +465,18 @@ def test_real_engines_decode(name):
     found = fast.generate(ids, max_new_tokens=6, do_sample=False)
     assert torch.equal(found, model.generate(ids, max_new_tokens=6, do_sample=False))
     assert {report.engine for report in fast.report} == {name}, fast.report
+
+
+def test_the_log_of_the_onnx_exporter_is_silent_meanwhile(monkeypatch):
+    logger, heard = logging.getLogger("torch.onnx"), []
+    level = logger.level
+
+    def export(exported, verbose):
+        heard.append(logging.getLogger("torch.onnx.exporter").isEnabledFor(logging.WARNING))
+        raise ValueError(exported)
+
+    monkeypatch.setattr(torch.onnx, "export", export)
+    with pytest.raises(ValueError, match="a graph"):
+        engines._onnx("a graph")
+    assert heard == [False]
+    assert logger.level == level
