@@ -98,7 +98,7 @@ def region_obstacle(index: GraphIndex, region: Region) -> str | None:
     roots, inside = _roots(index, region), {*region.nodes}
     for node, users in region.borders:
         value = graph.value_of(node)
-        if not (value.is_contiguous() or value.is_contiguous(memory_format=torch.channels_last)):
+        if not (is_contiguous(node) or is_channels_last(node)):
             return f"{node.name} is neither in torch's default layout nor in channels_last: what follows would get it so"
         twins = [other for other, _ in region.borders if other is not node and roots[node] & roots[other]]
         if twins and index.memory.is_returned(node):
@@ -145,13 +145,19 @@ def _is_seen_on_the_other_side(index: GraphIndex, region: Region, value: Node, w
 
 
 def is_channels_last(node: Node) -> bool:
-    """Tell whether a value is in channels_last."""
+    """Tell whether a value is known to be in channels_last."""
     value = graph.value_of(node)
-    return (
-        isinstance(value, Tensor)
-        and value.dim() == 4
-        and value.is_contiguous(memory_format=torch.channels_last)
-    )
+    return isinstance(value, Tensor) and value.dim() == 4 and is_contiguous(node, torch.channels_last)
+
+
+def is_contiguous(node: Node, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    """Tell whether a tensor is known to be contiguous; False where that depends on a size that the values of inputs decide."""
+    value = graph.value_of(node)
+    with _describing(value) if isinstance(value, FakeTensor) else contextlib.nullcontext():
+        try:
+            return bool(value.is_contiguous(memory_format=memory_format))
+        except RuntimeError:  # it depends on a size that no input tells
+            return False
 
 
 def _hides_layout(node: Node) -> bool:
@@ -168,8 +174,11 @@ def _takes_any_layout(index: GraphIndex, value: Node, user: Node) -> bool:
         return False
     if index.memory.writers(value) or index.memory.is_returned(value):
         return False
-    with _describing(described):
-        turned = with_strides_of_channels_last(described.contiguous(memory_format=torch.channels_last))
+    try:
+        with _describing(described):
+            turned = with_strides_of_channels_last(described.contiguous(memory_format=torch.channels_last))
+    except RuntimeError:  # it depends on a size that no input tells
+        return False
     return _is_as_before(index, user, {value: turned})
 
 
@@ -193,7 +202,7 @@ def _is_as_before(index: GraphIndex, node: Node, turned: Mapping[Node, Tensor]) 
     if _may_copy(index, node) and (index.memory.writers(node) or index.memory.is_returned(node)):
         return False  # a copy may become a view
     if isinstance(module, nn.Linear | nn.LayerNorm) and facts:  # which write a new tensor, row by row
-        return before.is_contiguous()
+        return is_contiguous(node)
     if not facts & (Fact.ELEMENTWISE | Fact.RESHAPES | Fact.VIEW) or not index.memory.is_pure(node):
         return False
     if name_of(node) == "as_strided":

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedConv2d
-from fxopt.obstacles.layouts import Region, is_channels_last, region_obstacle, regions
+from fxopt.obstacles.layouts import Region, is_channels_last, is_contiguous, region_obstacle, regions
 from fxopt.packed_operators import with_strides, with_strides_of_channels_last
 from fxopt.packing import Tune, kernel_for, put_packed
 from fxopt.rewriting.explanation import Refusal
@@ -102,7 +102,7 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
             made.append(
                 rewriter.create(
                     "call_function",
-                    contiguous if graph.value_of(value).is_contiguous() else channels_last,
+                    contiguous if is_contiguous(value) else channels_last,
                     (value,),
                     before=first,
                     val=graph.like(graph.value_of(value)),
@@ -149,7 +149,7 @@ def _slower(region: Region, seconds: dict[Node, tuple[float, float]]) -> str | N
     """Why a region is not faster with packed layers, by the times of its layers and of the copies at its borders."""
     plain = sum(seconds[node][0] for node in region.convs)
     packed = sum(seconds[node][1] for node in region.convs)
-    copied = [value for value, _ in region.borders if graph.value_of(value).is_contiguous()]
+    copied = [value for value, _ in region.borders if is_contiguous(value)]
     inside = {*region.nodes}
     firsts = [node.all_input_nodes[0] for node in region.convs]
     copied += [value for value in firsts if value not in inside and not is_channels_last(value)]
