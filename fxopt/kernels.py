@@ -62,6 +62,18 @@ class PackedLinear(PackedLayer, nn.Linear):
     """
 
 
+class PackedConv1d(PackedLayer, nn.Conv1d):
+    """A `torch.nn.Conv1d` with a packed weight, whose outputs have the layout of images of one row in channels_last.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Conv1d(3, 4, 3).requires_grad_(False)
+        >>> packed, x = packed_layer(layer, "onednn", (2, 3, 8)), torch.randn(2, 3, 8)
+        >>> torch.allclose(packed(x), layer(x), atol=1e-5)
+        True
+    """
+
+
 class PackedConv2d(PackedLayer, nn.Conv2d):
     """A `torch.nn.Conv2d` with a packed weight, whose outputs are in channels_last.
 
@@ -74,7 +86,11 @@ class PackedConv2d(PackedLayer, nn.Conv2d):
     """
 
 
-PACKED: Mapping[type[nn.Module], type[nn.Module]] = {nn.Linear: PackedLinear, nn.Conv2d: PackedConv2d}
+PACKED: Mapping[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: PackedLinear,
+    nn.Conv1d: PackedConv1d,
+    nn.Conv2d: PackedConv2d,
+}
 """The packed layer of each type of layer."""
 
 _PLAIN = {packed: plain for plain, packed in PACKED.items()}
@@ -87,7 +103,7 @@ def packed_layer(layer: nn.Module, kernel: str, shape: Sequence[int]) -> nn.Modu
     """Make a packed layer that shares the parameters of `layer`.
 
     Args:
-        layer: a `torch.nn.Linear` or `torch.nn.Conv2d`.
+        layer: a `torch.nn.Linear`, `torch.nn.Conv1d` or `torch.nn.Conv2d`.
         kernel: one of `kernels_for(layer)`.
         shape: of the inputs to expect.
     """
@@ -113,7 +129,7 @@ def kernels_for(layer: nn.Module, *, rounding: bool = False, alone: bool = False
     """The kernels of this machine that can compute a layer, besides the plain one; none where there is no such.
 
     Args:
-        layer: a `torch.nn.Linear` or `torch.nn.Conv2d`.
+        layer: a `torch.nn.Linear`, `torch.nn.Conv1d` or `torch.nn.Conv2d`.
         rounding: name those, too, that round the weight.
         alone: leave out those that need the weight beside the packed one.
     """
@@ -215,7 +231,11 @@ def _can_run(layer: nn.Module, input: Tensor, other: Tensor | None) -> bool:
             for each in inputs
         )
         and _reads(weight, bias)
-        and (input.shape[-1:] == weight.shape[1:] if isinstance(layer, nn.Linear) else input.dim() == 4)
+        and (
+            input.shape[-1:] == weight.shape[1:]
+            if isinstance(layer, nn.Linear)
+            else input.dim() == weight.dim()
+        )
         and not torch.is_autocast_enabled("cpu")
         and not is_transforming()
     )
@@ -253,7 +273,7 @@ def _holds(packed: Packed, weight: Tensor) -> bool:
 
 def _has_padding(layer: nn.Module) -> bool:
     """Tell whether the padding of a convolution is one that kernels do themselves."""
-    if not isinstance(layer, nn.Conv2d):
+    if not isinstance(layer, nn.Conv1d | nn.Conv2d):
         return True
     return layer.padding_mode == "zeros" and (layer.padding != "same" or padding_of(layer) is not None)
 

@@ -204,7 +204,7 @@ def _name_of_function(target: Any) -> str:
     if isinstance(target, OpOverload | OpOverloadPacket):
         known = str(target).startswith("aten.")
     else:
-        known = module.startswith("fxopt.passes.") or any(
+        known = module.startswith(("fxopt.passes.", "fxopt.memory_formats")) or any(
             getattr(home, name, None) is target for home in _HOMES
         )
     return _bare(name.split(".")[0]) if known else ""

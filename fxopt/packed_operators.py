@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from fxopt import torch_internals as internals
 from fxopt.activations import ACTIVATIONS
+from fxopt.memory_formats import with_strides_of_channels_last
 from fxopt.submodules import without_tensors
 
 EPILOGUES: Mapping[str, tuple[str, str]] = {
@@ -106,23 +107,10 @@ def finished(value: Tensor, other: Tensor | None, activation: str | None) -> Ten
     return value
 
 
-def with_strides(value: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The same tensor with other strides in dimensions of size 1."""
-    return value if value.stride() == strides else value.as_strided(value.shape, strides)
-
-
-def with_strides_of_channels_last(value: Tensor) -> Tensor:
-    """A tensor in channels_last with the strides that say so, also for a batch of 1; others as they are."""
-    if value.dim() != 4 or not value.is_contiguous(memory_format=torch.channels_last):
-        return value
-    _, channels, height, width = value.shape
-    return with_strides(value, (channels * height * width, 1, channels * width, channels))
-
-
-def padding_of(layer: nn.Conv2d) -> list[int] | None:
+def padding_of(layer: nn.Conv1d | nn.Conv2d) -> list[int] | None:
     """Zeros on both sides of each dimension; None where the sides differ."""
     if layer.padding == "valid":
-        return [0, 0]
+        return [0] * len(layer.kernel_size)
     if layer.padding == "same":
         total = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
         return None if any(each % 2 for each in total) else [each // 2 for each in total]
@@ -264,9 +252,9 @@ def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
 def of_pixels(layer: nn.Module) -> bool:
     """Tell whether a convolution computes each pixel of the input pixel at the same place."""
     return (
-        isinstance(layer, nn.Conv2d)
-        and (layer.kernel_size, layer.stride, layer.groups) == ((1, 1), (1, 1), 1)
-        and padding_of(layer) == [0, 0]
+        isinstance(layer, nn.Conv1d | nn.Conv2d)
+        and {*layer.kernel_size, *layer.stride, layer.groups} == {1}
+        and not any(padding_of(layer) or [1])
     )
 
 
@@ -284,6 +272,37 @@ def _matmul_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
         return finished(value, other, activation)
 
     return Packed(compute, 0, weight.data_ptr())
+
+
+_OF_ONE_ROW = {"kernel_size": 1, "stride": 1, "dilation": 1}
+
+
+def _of_one_row(pack: Callable[[Any, Sequence[int]], Packed]) -> Callable[[nn.Conv1d, Sequence[int]], Packed]:
+    """Packs a convolution of sequences as one of images with one row."""
+
+    def packed(layer: nn.Conv1d, shape: Sequence[int]) -> Packed:
+        options = {name: (one, *getattr(layer, name)) for name, one in _OF_ONE_ROW.items()}
+        image = nn.utils.skip_init(
+            nn.Conv2d, layer.in_channels, layer.out_channels, groups=layer.groups, **options
+        )
+        image.padding, image.weight = (
+            (0, *(padding_of(layer) or [0])),
+            nn.Parameter(layer.weight.unsqueeze(2), False),
+        )
+        batch, channels, length = shape
+        made = pack(image, (batch, channels, 1, length))
+
+        def compute(
+            bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
+        ) -> Tensor:
+            if other is not None and other.dim():
+                other = other.unsqueeze(-2)
+            return made.run(bias, input.unsqueeze(2), other, activation, overwrites).squeeze(2)
+
+        unpack = made.unpack
+        return dataclasses.replace(made, run=compute, unpack=unpack and (lambda: unpack().squeeze(2)))
+
+    return packed
 
 
 def _memory(packed: Tensor) -> tuple[int, int]:
@@ -320,6 +339,10 @@ _KERNELS: Mapping[type[nn.Module], Mapping[str, Kernel]] = {
         "onednn": Kernel(_DTYPES, _onednn_conv, True),
         "matmul": Kernel(_DTYPES[:1], _matmul_conv, True, pixels=True),
     },
+    nn.Conv1d: {
+        "onednn": Kernel(_DTYPES, _of_one_row(_onednn_conv), True),
+        "matmul": Kernel(_DTYPES[:1], _of_one_row(_matmul_conv), True, pixels=True),
+    },
 }
 
 
@@ -329,16 +352,18 @@ def _available() -> Mapping[type[nn.Module], Mapping[str, Kernel]]:
         # Without first values: these would draw random numbers.
         nn.Linear: (nn.utils.skip_init(nn.Linear, 64, 16), (4, 64)),
         nn.Conv2d: (nn.utils.skip_init(nn.Conv2d, 4, 4, 3, padding=1), (1, 4, 6, 6)),
+        nn.Conv1d: (nn.utils.skip_init(nn.Conv1d, 4, 4, 3, padding=1), (1, 4, 6)),
     }
     found: dict[type[nn.Module], dict[str, Kernel]] = {kind: {} for kind in _KERNELS}
     for kind, (layer, shape) in samples.items():
         for name, kernel in _KERNELS[kind].items():
-            sample = nn.utils.skip_init(nn.Conv2d, 4, 4, 1) if kernel.pixels else layer
+            sample: nn.Module = nn.utils.skip_init(kind, 4, 4, 1) if kernel.pixels else layer
             dtypes = tuple(dtype for dtype in kernel.dtypes if _works(sample, kernel, shape, dtype))
             if dtypes:
                 found[kind][name] = dataclasses.replace(kernel, dtypes=dtypes)
-    if "onednn" not in found[nn.Conv2d]:
-        found[nn.Conv2d].clear()  # what is packed between others takes its layout
+    for convolution in (nn.Conv1d, nn.Conv2d):
+        if "onednn" not in found[convolution]:
+            found[convolution].clear()  # what is packed between others takes its layout
     if "int8" in found[nn.Linear]:  # which is faster for all sizes
         found[nn.Linear].pop("int8_weight", None)
     return found

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from fxopt.activations import ACTIVATIONS
 from fxopt.kernels import kernels_for, packed_layer
+from fxopt.memory_formats import channels_last
 from fxopt.submodules import without_tensors
 from fxopt.torch_internals import PARAMETERS, parameters_of
 
@@ -57,7 +58,7 @@ def fastest(
     """Find the fastest kernel for a layer and the shape of its input.
 
     Args:
-        layer: a `torch.nn.Linear` or `torch.nn.Conv2d`.
+        layer: a `torch.nn.Linear`, `torch.nn.Conv1d` or `torch.nn.Conv2d`.
         shape: of its input.
         rounding: try those kernels, too, that round the weight.
         alone: leave out those that need the weight beside the packed one.
@@ -98,7 +99,7 @@ def copying(shape: Sequence[int]) -> float:
     """The seconds that it takes to copy a float32 tensor of a shape from channels_last to torch's default layout."""
 
     def measure() -> dict[str, float]:
-        return _times({PLAIN: [torch.empty(tuple(shape), memory_format=torch.channels_last).contiguous]})
+        return _times({PLAIN: [channels_last(torch.empty(tuple(shape))).contiguous]})
 
     return _looked_up(f"copy {'x'.join(map(str, shape))}; {_machine()}", [PLAIN], measure)[PLAIN]
 
@@ -172,8 +173,7 @@ def _measure(
     runs = {PLAIN: copies} | {name: [packed_layer(copy, name, shape) for copy in copies] for name in kernels}
     with torch.no_grad():
         # A convolution's packed kernel gives channels_last, and takes that from the one before it.
-        layout = torch.channels_last if isinstance(layer, nn.Conv2d) else torch.contiguous_format
-        packed_value = value.contiguous(memory_format=layout)
+        packed_value = value if isinstance(layer, nn.Linear) else channels_last(value)
 
         follows: Any = ACTIVATIONS[activation] if activation else None
 

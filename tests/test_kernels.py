@@ -16,11 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from fxopt import kernels
 from fxopt.activations import ACTIVATIONS
 from fxopt.kernels import fuses_epilogues, kernels_for, packed_layer, packed_weight, unguarded
+from fxopt.memory_formats import channels_last
 from fxopt.packed_operators import ACTIVATED, available
 
 LINEAR, CONV, PIXELS = nn.Linear(24, 16), nn.Conv2d(6, 8, 3, padding=1), nn.Conv2d(6, 8, 1)
-SHAPES = {nn.Linear: (5, 24), nn.Conv2d: (2, 6, 9, 7)}
-CASES = [(layer, name) for layer in (LINEAR, CONV, PIXELS) for name in kernels_for(layer)]
+SEQUENCES, TOKENS = nn.Conv1d(6, 8, 3, padding=1), nn.Conv1d(6, 8, 1)
+SHAPES = {nn.Linear: (5, 24), nn.Conv1d: (2, 6, 9), nn.Conv2d: (2, 6, 9, 7)}
+CASES = [(layer, name) for layer in (LINEAR, SEQUENCES, TOKENS, CONV, PIXELS) for name in kernels_for(layer)]
 # What runs the tests is an x86 processor; elsewhere nothing of this can be shown.
 pytestmark = pytest.mark.skipif(not CASES, reason="this build of torch has no packed kernels")
 
@@ -109,14 +111,17 @@ def test_linear_takes_any_strides_and_ranks(kernel):
         {"padding": 1, "padding_mode": "reflect"},
     ],
 )
-def test_convolutions_of_all_kinds(options):
-    layer = random_layer(nn.Conv2d(6, 12, **{"kernel_size": 3} | options))
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d])
+def test_convolutions_of_all_kinds(kind, options):
+    if kind is nn.Conv1d:
+        options = {name: each[1:] if isinstance(each, tuple) else each for name, each in options.items()}
+    layer = random_layer(kind(6, 12, **{"kernel_size": 3} | options))
     kernels = kernels_for(layer)
     assert bool(kernels) == (options.get("kernel_size") != 4 and "padding_mode" not in options)
     for kernel in kernels:
-        packed, x = packed_layer(layer, kernel, (2, 6, 9, 7)), torch.randn(2, 6, 9, 7)
+        packed, x = packed_layer(layer, kernel, SHAPES[kind]), torch.randn(SHAPES[kind])
         assert_close(packed(x), layer, x)
-        assert_close(packed(x.to(memory_format=torch.channels_last)), layer, x)
+        assert_close(packed(channels_last(x)), layer, x)
         assert_close(packed(x[0]), layer, x[0])
         other = torch.randn(layer(x).shape)
         assert_close(packed(x, other, "relu"), layer, x, other, "relu")

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fxopt import operators
+from fxopt.memory_formats import channels_last
 from fxopt.operators import _ROWS, TABLE, Fact, facts_of, is_write_name
 from fxopt.passes.change_precision import saturate
-from fxopt.passes.pack_convs import channels_last
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fxopt import graph
+from fxopt import graph, memory_formats
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of, hooks_of, name_of
-from fxopt.packed_operators import with_strides_of_channels_last
 from fxopt.torch_internals import FakeTensor
 
 _KEEPING = {
@@ -89,7 +87,7 @@ def region_obstacle(index: GraphIndex, region: Region) -> str | None:
     """Why a region cannot be in channels_last; `None` if it can."""
     for node in region.nodes:
         value = graph.value_of(node)
-        if not isinstance(value, Tensor) or value.dim() != 4:
+        if not isinstance(value, Tensor) or value.dim() not in (3, 4):
             return (
                 f"the shape of {node.name} is not known: capture the model with fxopt.trace, or run "
                 "torch.fx.passes.fake_tensor_prop.FakeTensorProp on the graph module, with "
@@ -146,17 +144,21 @@ def _is_seen_on_the_other_side(index: GraphIndex, region: Region, value: Node, w
 
 def is_channels_last(node: Node) -> bool:
     """Tell whether a value is known to be in channels_last."""
-    value = graph.value_of(node)
-    return isinstance(value, Tensor) and value.dim() == 4 and is_contiguous(node, torch.channels_last)
+    return _has(node, memory_formats.is_channels_last)
 
 
-def is_contiguous(node: Node, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
-    """Tell whether a tensor is known to be contiguous; False where that depends on a size that the values of inputs decide."""
+def is_contiguous(node: Node) -> bool:
+    """Tell whether a value is known to be in torch's default layout."""
+    return _has(node, Tensor.is_contiguous)
+
+
+def _has(node: Node, layout: Callable[[Tensor], bool]) -> bool:
+    """Tell whether a value has a layout; False where that depends on a size that the values of inputs decide."""
     value = graph.value_of(node)
     with _describing(value) if isinstance(value, FakeTensor) else contextlib.nullcontext():
         try:
-            return bool(value.is_contiguous(memory_format=memory_format))
-        except RuntimeError:  # it depends on a size that no input tells
+            return isinstance(value, Tensor) and bool(layout(value))
+        except RuntimeError:
             return False
 
 
@@ -170,13 +172,13 @@ def _hides_layout(node: Node) -> bool:
 def _takes_any_layout(index: GraphIndex, value: Node, user: Node) -> bool:
     """Tell whether a user of a value may get the value in channels_last: nothing behind the user depends on strides."""
     described = graph.value_of(value)
-    if not isinstance(described, FakeTensor) or described.dim() != 4:
+    if not isinstance(described, FakeTensor):
         return False
     if index.memory.writers(value) or index.memory.is_returned(value):
         return False
     try:
         with _describing(described):
-            turned = with_strides_of_channels_last(described.contiguous(memory_format=torch.channels_last))
+            turned = memory_formats.channels_last(described)
     except RuntimeError:  # it depends on a size that no input tells
         return False
     return _is_as_before(index, user, {value: turned})
@@ -236,7 +238,7 @@ def _describing(value: FakeTensor) -> Iterator[None]:
 def _keeps_layout(index: GraphIndex, node: Node) -> bool:
     """Tell whether the value of a node has the layout of its inputs, and does not depend on it."""
     value = graph.value_of(node)
-    if not isinstance(value, Tensor) or value.dim() != 4 or "out" in node.kwargs:
+    if not isinstance(value, Tensor) or value.dim() not in (3, 4) or "out" in node.kwargs:
         return False
     module = index.module(node) if node.op == "call_module" else None
     name = name_of(node) if module is None else type(module).__name__.lower()
@@ -245,6 +247,11 @@ def _keeps_layout(index: GraphIndex, node: Node) -> bool:
     facts = facts_of(node, module)
     if not facts:
         return False  # not an operator of torch's own, or one with hooks
+    if value.dim() == 3 and name not in (
+        "identity",
+        "dropout",
+    ):  # others make the default layout of sequences
+        return _is_elementwise(node, facts)
     if name in ("cat", "concat"):
         return bool((node.kwargs.get("dim") if len(node.args) < 2 else node.args[1]) == 1)
     if name in ("identity", "dropout", "dropout2d", "batch_norm", "batchnorm2d"):
@@ -255,5 +262,9 @@ def _keeps_layout(index: GraphIndex, node: Node) -> bool:
         return True
     if name in ("mean", "amax", "amin", "sum"):
         return bool(graph.argument(node, "keepdim"))
+    return _is_elementwise(node, facts)
+
+
+def _is_elementwise(node: Node, facts: Fact) -> bool:
     inputs = map(graph.value_of, node.all_input_nodes)
     return Fact.ELEMENTWISE in facts and all(isinstance(each, Tensor) for each in inputs)

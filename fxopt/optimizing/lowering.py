@@ -18,7 +18,7 @@ from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.errors import GuardError
 from fxopt.graph_index import GraphIndex
-from fxopt.kernels import PackedConv2d, PackedLinear, packed_weight, unguarded
+from fxopt.kernels import PackedLayer, packed_weight, unguarded
 from fxopt.objects import tensors_in
 from fxopt.operators import hooks_of
 from fxopt.optimizing.inputs import has_own_kernels
@@ -138,8 +138,8 @@ def _call(
 ) -> tuple[Function, tuple[Any, ...], dict[str, Any]]:
     """The function to call in the place of a module, with its arguments."""
     module: Any = index.module(node)
-    if isinstance(module, PackedLinear | PackedConv2d):
-        dtype, other = module.weight.dtype, node.kwargs.get("other")
+    if isinstance(module, PackedLayer):
+        dtype, other = module.get_parameter("weight").dtype, node.kwargs.get("other")
         values = [graph.value_of(value) for value in node.all_input_nodes]
         run, weight = unguarded(module, dtype), packed_weight(module)
         if run and weight and all(isinstance(v, torch.Tensor) and v.dtype is dtype for v in values):

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
-from fxopt.kernels import PackedConv2d, PackedLinear, fuses_epilogues
+from fxopt.kernels import PACKED, PackedLinear, fuses_epilogues
 from fxopt.operators import name_of
 from fxopt.packed_operators import IN_PLACE
 from fxopt.packing import activation_of
@@ -50,7 +50,7 @@ class FuseEpilogues(ReversibleRewrite[Epilogue]):
     def match(self, graph_module: GraphModule) -> Iterator[Epilogue | Refusal]:
         """Yield the activations and additions behind packed layers."""
         index, taken = GraphIndex(graph_module), set[Node]()
-        calls = [*index.calls_like(PackedLinear), *index.calls_like(PackedConv2d)]
+        calls = [call for kind in PACKED.values() for call in index.calls_like(kind)]
         for call in sorted(calls, key=index.position.__getitem__, reverse=True):
             for user in call.users:
                 keywords = _keywords(index, call, user)
@@ -82,7 +82,7 @@ def _keywords(index: GraphIndex, call: Node, user: Node) -> dict[str, Any]:
     layer = index.module(call)
     if len(call.args) != 1 or "activation" in call.kwargs or not fuses_epilogues(layer):
         return {}
-    activation, convolves = activation_of(index, user), isinstance(layer, PackedConv2d)
+    activation, convolves = activation_of(index, user), not isinstance(layer, PackedLinear)
     if activation:
         return (
             {} if call.kwargs and not (convolves and activation in IN_PLACE) else {"activation": activation}

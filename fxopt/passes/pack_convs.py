@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
-from fxopt.kernels import PackedConv2d
+from fxopt.kernels import PackedLayer
+from fxopt.memory_formats import channels_last, contiguous
 from fxopt.obstacles.layouts import Region, is_channels_last, is_contiguous, region_obstacle, regions
-from fxopt.packed_operators import with_strides, with_strides_of_channels_last
 from fxopt.packing import Tune, kernel_for, put_packed
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
@@ -32,7 +31,7 @@ class ConvRegion:
 
 @dataclasses.dataclass(frozen=True)
 class PackConvs(ReversibleRewrite[ConvRegion]):
-    """Gives `torch.nn.Conv2d` layers on the CPU kernels that work in channels_last: oneDNN's, or a product of matrices for 1 x 1.
+    """Gives `torch.nn.Conv1d` and `torch.nn.Conv2d` layers on the CPU kernels that work in channels_last: oneDNN's, or a product of matrices for 1 x 1.
 
     Convolutions that only layout-keeping operators (activations, additions, pooling, normalization) stand between stay in channels_last
     from the first to the last. What leaves such a region is copied to the layout that it had before, unless nothing behind depends on
@@ -64,16 +63,17 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
         """Yield the regions that can be in channels_last."""
         index, kernels, reasons = GraphIndex(graph_module), dict[Node, str](), dict[Node, str]()
         gain = dict[Node, tuple[float, float]]()
-        for node in index.calls_like(nn.Conv2d):
+        calls = ((kind, call) for kind in (nn.Conv1d, nn.Conv2d) for call in index.calls_like(kind))
+        for kind, node in calls:
             layer = index.module(node)
-            if isinstance(layer, PackedConv2d):
+            if isinstance(layer, PackedLayer):
                 continue
             value = graph.input_of(node, layer)
             shape = None if value is None else graph.shape_of(value)
-            found = kernel_for(index, node, nn.Conv2d, shape, tune=self.tune)
+            found = kernel_for(index, node, kind, shape, tune=self.tune)
             if len(index.call_sites(layer)) > 1 or len(index.names(layer)) > 1:
                 reasons[node] = "the module is called more than once, or has several names"
-            elif shape and len(shape) != 4:
+            elif shape and len(shape) != layer.get_parameter("weight").dim():
                 reasons[node] = "its input has no batch dimension"
             elif found.kernel or found.seconds:  # a slower one may be worth it between others
                 kernels[node] = found.kernel or min({*found.seconds} - {PLAIN}, key=found.seconds.__getitem__)
@@ -116,33 +116,6 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
             for user in users:
                 rewriter.replace_input(user, value, entry)
         return [*site.region.convs, *made]
-
-
-def contiguous(value: Tensor) -> Tensor:
-    """A tensor in torch's default layout, with the strides of that, which a dimension of size 1 leaves open.
-
-    Example:
-        >>> import torch
-        >>> value = torch.zeros(2, 1, 3, 3).to(memory_format=torch.channels_last)
-        >>> value.contiguous().stride(), contiguous(value).stride()
-        ((9, 1, 3, 1), (9, 9, 3, 1))
-    """
-    value = value.contiguous()
-    if value.dim() != 4:
-        return value  # a convolution without a batch, where nobody checks inputs
-    _, channels, height, width = value.shape
-    return with_strides(value, (channels * height * width, height * width, width, 1))
-
-
-def channels_last(value: Tensor) -> Tensor:
-    """A tensor of four dimensions in channels_last, with the strides of that, which a dimension of size 1 leaves open.
-
-    Example:
-        >>> import torch
-        >>> channels_last(torch.zeros(2, 3, 4, 4)).stride()
-        (48, 1, 12, 3)
-    """
-    return with_strides_of_channels_last(value.contiguous(memory_format=torch.channels_last))
 
 
 def _slower(region: Region, seconds: dict[Node, tuple[float, float]]) -> str | None:

@@ -82,10 +82,10 @@ _OWN = (
     modes.set_grad_enabled,
 )
 _PASSES = "fxopt.passes."  # the files in it: the package itself imports what it is told
-# The functions of passes that graphs call: any other may hand out more than tensors, as a generator does.
+# Our own functions that passes write into graphs: any other may hand out more than tensors, as a generator does.
 _OF_PASSES = {
-    *("fxopt.passes.change_precision.saturate", "fxopt.passes.pack_convs.channels_last"),
-    "fxopt.passes.pack_convs.contiguous",
+    *("fxopt.memory_formats.channels_last", "fxopt.memory_formats.contiguous"),
+    "fxopt.passes.change_precision.saturate",
 }
 _RESTORING = (_PASSES, "fxopt.packing", "fxopt.rewriting.pattern")
 CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, type(...))
@@ -270,7 +270,7 @@ def _defined(name: str) -> Any:
         return None
     found = _found(name)
     if not isinstance(found, type):
-        return _function_of(name, _PASSES) if name in _OF_PASSES else None
+        return _function_of(name, "fxopt.") if name in _OF_PASSES else None
     fits = issubclass(found, _OF_LIBRARIES if of_library else _LAYERS)
     return found if fits or (of_library and _CACHES & {base.__name__ for base in found.__mro__}) else None
 

@@ -9,8 +9,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import fxopt
 from fxopt import FuseEpilogues, PackConvs, PackLinears, tuning
-from fxopt.kernels import PackedConv2d, PackedLinear, kernels_for
-from fxopt.passes.pack_convs import channels_last, contiguous
+from fxopt.kernels import PackedLayer, kernels_for
+from fxopt.memory_formats import channels_last, contiguous
 from fxopt.passes.quantize_linears import QuantizeLinears
 from fxopt.testing import randomise
 from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
@@ -42,7 +42,7 @@ def convs(function):
 
 
 def packed(traced):
-    return [name for name, m in traced.named_modules() if isinstance(m, PackedLinear | PackedConv2d)]
+    return [name for name, m in traced.named_modules() if isinstance(m, PackedLayer)]
 
 
 def test_linears_are_packed_and_stay_what_they_are():
@@ -178,6 +178,36 @@ def test_regions_of_convolutions(function, borders):
     for one, other in pairs:
         assert torch.allclose(one, other, atol=1e-5)
         assert one.stride() == other.stride()
+    assert fxopt.undo(traced).code == code
+
+
+@pytest.mark.parametrize(
+    ("function", "borders"),
+    [
+        (lambda m, x: m.b(F.gelu(m.a(x))), 1),
+        (lambda m, x: (lambda y: m.b(y + y.relu()))(m.a(x)), 1),
+        (lambda m, x: m.head(m.normal(m.b(m.a(x)).transpose(1, 2))), 0),
+        (lambda m, x: m.head(F.avg_pool1d(m.a(x), 2).transpose(1, 2)), 1),
+        (lambda m, x: m.b(F.pad(m.a(x), (1, 0))), 2),
+        (lambda m, x: m.b(F.group_norm(m.a(x), 2)), 2),
+        (lambda m, x: m.a(x).transpose(1, 2), 1),
+        (lambda m, x: m.head(m.b(m.tokens(x.transpose(1, 2)).transpose(1, 2)).transpose(1, 2)), 0),
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_regions_of_convolutions_of_sequences(batch, function, borders):
+    layers = {"a": nn.Conv1d(3, 6, 3, padding=1), "b": nn.Conv1d(6, 6, 1), "tokens": nn.Linear(3, 6)}
+    model = randomise(module(function, **layers, head=nn.Linear(6, 4), normal=nn.LayerNorm(6)).eval())
+    x = torch.randn(batch, 3, 12)
+    traced = fxopt.trace(model, (x,))
+    before, code = traced(x), traced.code
+    PackConvs()(traced, verify=True)
+    added = [node for node in traced.graph.nodes if node.target is contiguous]
+    assert len(added) == borders
+    with torch.no_grad():
+        after = traced(x)
+    assert torch.allclose(after, before, atol=1e-5)
+    assert after.stride() == before.stride()
     assert fxopt.undo(traced).code == code
 
 

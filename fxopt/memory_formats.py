@@ -1,0 +1,61 @@
+"""The default layout and channels_last of images, and of sequences, which are images of one row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_channels_last(value: Tensor) -> bool:
+    """Tell whether an image or a sequence is in channels_last: the channels of a pixel are next to each other.
+
+    Example:
+        >>> import torch
+        >>> tokens = torch.zeros(2, 7, 3)
+        >>> is_channels_last(tokens), is_channels_last(tokens.transpose(1, 2))
+        (False, True)
+    """
+    if value.dim() == 3:
+        return value.transpose(1, 2).is_contiguous()
+    return value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
+
+
+def channels_last(value: Tensor) -> Tensor:
+    """An image or a sequence in channels_last, with the strides of that, which a dimension of size 1 leaves open.
+
+    Example:
+        >>> import torch
+        >>> channels_last(torch.zeros(2, 3, 4, 4)).stride(), channels_last(torch.zeros(2, 3, 4)).stride()
+        ((48, 1, 12, 3), (12, 1, 3))
+    """
+    if value.dim() == 3:
+        return channels_last(value.unsqueeze(2)).squeeze(2)
+    return with_strides_of_channels_last(value.contiguous(memory_format=torch.channels_last))
+
+
+def contiguous(value: Tensor) -> Tensor:
+    """A tensor in torch's default layout, with the strides of that, which a dimension of size 1 leaves open.
+
+    Example:
+        >>> import torch
+        >>> value = torch.zeros(2, 1, 3, 3).to(memory_format=torch.channels_last)
+        >>> value.contiguous().stride(), contiguous(value).stride()
+        ((9, 1, 3, 1), (9, 9, 3, 1))
+    """
+    value, strides = value.contiguous(), [1]
+    for size in value.shape[:0:-1]:
+        strides.insert(0, size * strides[0])
+    return with_strides(value, tuple(strides))
+
+
+def with_strides_of_channels_last(image: Tensor) -> Tensor:
+    """An image in channels_last with the strides that say so, also for a batch of 1; others as they are."""
+    if image.dim() != 4 or not image.is_contiguous(memory_format=torch.channels_last):
+        return image
+    _, channels, height, width = image.shape
+    return with_strides(image, (channels * height * width, 1, channels * width, channels))
+
+
+def with_strides(value: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The same tensor with other strides in dimensions of size 1."""
+    return value if value.stride() == strides else value.as_strided(value.shape, strides)
