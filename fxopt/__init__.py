@@ -26,12 +26,13 @@ from fxopt.passes.fold_constants import FoldConstants
 from fxopt.passes.fold_norm_weights import FoldNormWeights
 from fxopt.passes.fold_padding import FoldPadding
 from fxopt.passes.fold_scale_and_shift import FoldScaleAndShift
+from fxopt.passes.fuse_activations import FuseActivations
 from fxopt.passes.fuse_attention import FuseAttention
 from fxopt.passes.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
 from fxopt.passes.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
 from fxopt.passes.fuse_bias_in_linear import FuseBiasInLinear
 from fxopt.passes.fuse_epilogues import FuseEpilogues
-from fxopt.passes.fuse_gelu import FuseGelu
+from fxopt.passes.fuse_multiply_add import FuseMultiplyAdd
 from fxopt.passes.make_layers import MakeLayers
 from fxopt.passes.merge_convs import MergeConvs
 from fxopt.passes.merge_linears import MergeLinears
@@ -64,12 +65,13 @@ __all__ = [
     "FoldNormWeights",
     "FoldPadding",
     "FoldScaleAndShift",
+    "FuseActivations",
     "FuseAttention",
     "FuseBatchNorm1dInLinear",
     "FuseBatchNorm2dInConv2d",
     "FuseBiasInLinear",
     "FuseEpilogues",
-    "FuseGelu",
+    "FuseMultiplyAdd",
     "FxoptError",
     "GraphIndex",
     "Guard",

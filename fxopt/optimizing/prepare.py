@@ -36,9 +36,10 @@ from fxopt.passes.fold_batch_norms import FoldBatchNorms
 from fxopt.passes.fold_constants import FoldConstants
 from fxopt.passes.fold_padding import FoldPadding
 from fxopt.passes.folding import Fold
+from fxopt.passes.fuse_activations import FuseActivations
 from fxopt.passes.fuse_attention import FuseAttention
 from fxopt.passes.fuse_epilogues import FuseEpilogues
-from fxopt.passes.fuse_gelu import FuseGelu
+from fxopt.passes.fuse_multiply_add import FuseMultiplyAdd
 from fxopt.passes.make_layers import MakeLayers
 from fxopt.passes.pack_convs import PackConvs
 from fxopt.passes.pack_linears import PackLinears
@@ -259,7 +260,7 @@ def passes_for_all_engines(options: Options) -> list[Rewrite[Any]]:
         RemoveIdentity(),
         EliminateCommonSubexpressions(),
         FoldConstants(freeze=True),
-        FuseGelu(),
+        FuseActivations(),
         MakeLayers(),
         FoldBatchNorms(reversible=False),
         FoldScaleAndShift(reversible=False),
@@ -276,6 +277,7 @@ def passes_for_torch(options: Options) -> list[Rewrite[Any]]:
         RemoveRepeatedHeads(),
         RemoveCopies(),
         EliminateDeadCode(),
+        FuseMultiplyAdd(),  # other engines fuse more than that
         FoldPadding(),  # other engines pad opposite sides unlike
         *([QuantizeLinears(tune)] if options.precision == "int8" else []),
         PackConvs(tune),

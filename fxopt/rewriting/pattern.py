@@ -22,7 +22,7 @@ from fxopt import effects, graph, submodules
 from fxopt.errors import PassError, UndoError
 from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.explanation import Refusal
-from fxopt.rewriting.proof import prove
+from fxopt.rewriting.proof import prove, strides_of
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.spelling import Call, call_of, ways
@@ -197,6 +197,9 @@ class Pattern(ReversibleRewrite[Found]):
         proof = prove(
             self, found.values, [name for name, kind in wanted.kinds.items() if kind is float], index
         )
+        value = graph.value_of(found.node)
+        if proof.reason is None and isinstance(value, Tensor) and strides_of(value) != proof.strides:
+            return "the pattern gives another layout in memory than this order of its values"
         if proof.reason or not proof.moves:
             return proof.reason
         # The replacement is in other memory: a write, or the caller, could tell.

@@ -45,10 +45,12 @@ class Proof:
     Attributes:
         reason: why a rule cannot be applied to such values; `None` where it is right.
         moves: the parameters that the result of one function is, or shares memory with, and that of the other is not.
+        strides: those of the result, but for dimensions of size 1.
     """
 
     reason: str | None = None
     moves: frozenset[str] = frozenset()
+    strides: Sequence[int] = ()
 
 
 _PROOFS: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], Proof]] = weakref.WeakKeyDictionary()
@@ -107,7 +109,8 @@ def _proved(rule: Rule, values: Mapping[str, Any], trains: bool) -> Proof:
                 raise PassError(f"{rule!r} is wrong: for {given}, {reason}")
             if truth.strides != made.strides:
                 return Proof("replacement gives another layout in memory")
-            found = found or Proof(None, frozenset(name for name, _ in truth.shares ^ made.shares))
+            moves = frozenset(name for name, _ in truth.shares ^ made.shares)
+            found = found or Proof(None, moves, truth.strides)
             break
     return found or failed
 
@@ -136,8 +139,13 @@ def _run(function: Callable[..., Any], drawn: Mapping[str, Any], trains: bool) -
     one = own if isinstance(own, Tensor) else torch.empty(0)
     shares = {(name, "memory") for name, value in inputs.items() if storage_of(value) == storage_of(one)}
     shares |= {(name, "identity") for name, value in inputs.items() if value is own}
-    strides = [step for step, size in zip(one.stride(), one.shape, strict=True) if size > 1]
-    return _Run(own, wide, gradients, inputs, strides, shares)
+    return _Run(own, wide, gradients, inputs, strides_of(one), shares)
+
+
+def strides_of(value: Tensor) -> list[int]:
+    """The strides of a tensor or its description in the example, but for dimensions of size 1."""
+    sizes = zip(value.stride(), value.shape, strict=True)
+    return [number_of(step) for step, size in sizes if number_of(size) > 1]
 
 
 def _gradients(function: Callable[..., Any], drawn: Mapping[str, Any]) -> list[Tensor]:

@@ -1,0 +1,45 @@
+"""A product and a sum become one call."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fxopt import graph
+from fxopt.rewriting.pattern import Pattern
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseMultiplyAdd(Pattern):
+    """Computes `x + y * z` by `torch.addcmul`, which goes over the values once.
+
+    Rotary positions, the modulated layers of diffusion transformers and scaled residuals compute so.
+
+    Example:
+        >>> import torch, fxopt
+        >>> class Modulated(torch.nn.Module):
+        ...     def forward(self, x, scale, shift):
+        ...         return x * scale + shift
+        >>> traced = fxopt.trace(Modulated(), (torch.ones(2, 3), torch.ones(3), torch.ones(3)))
+        >>> print(*FuseMultiplyAdd()(traced).graph.nodes)
+        x scale shift input_guard addcmul output
+    """
+
+    def pattern(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        """Add a product."""
+        return x + y * z
+
+    def replacement(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        """Multiply and add by one call."""
+        return torch.addcmul(x, y, z)
+
+    def refuses(self, x: Node, y: Node, z: Node) -> str | None:
+        """Say why one call would not compute the same."""
+        values = [graph.value_of(each) for each in (x, y, z)]
+        dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
+        if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
+            return "its values are not of one floating-point dtype"
+        return None

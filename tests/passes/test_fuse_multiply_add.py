@@ -1,0 +1,75 @@
+"""FuseMultiplyAdd: a product and a sum become one call."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaModel
+
+import fxopt
+from fxopt import FuseMultiplyAdd
+from fxopt.testing import assert_equivalent, assert_round_trip, randomise
+from tests.modules import module
+
+X, Y, Z = torch.randn(2, 3, 4), torch.randn(4), torch.randn(3, 1)
+
+
+@pytest.mark.parametrize(
+    ("forward", "sites"),
+    [
+        (lambda self, x, y, z: x + y * z, 1),
+        (lambda self, x, y, z: y * x + z, 1),
+        (lambda self, x, y, z: y.mul(x).add(z), 1),
+        (lambda self, x, y, z: x * y + z * y, 1),
+        (lambda self, x, y, z: x * y + (x + y * z), 2),
+        (lambda self, x, y, z: x * 2 + y, 0),
+        (lambda self, x, y, z: torch.add(x, y * z, alpha=2), 0),
+    ],
+)
+def test_sums_of_products(forward, sites):
+    model = module(forward).eval()
+    traced = fxopt.trace(model, (X, Y, Z))
+    before = copy.deepcopy(traced)
+    fuse = FuseMultiplyAdd()
+    fuse(traced, verify=True)
+    assert len(traced.graph.find_nodes(op="call_function", target=torch.addcmul)) == sites
+    assert_equivalent(model, traced, (X, Y, Z))
+    assert_round_trip(before, fuse(traced, reverse=True))
+
+
+@pytest.mark.parametrize(
+    ("forward", "inputs", "reason"),
+    [
+        (lambda self, x, y, z: x + y * z, (X.double(), Y, Z), "not of one floating-point dtype"),
+        (lambda self, x, y, z: x + y * z, (X.long(), Y.long(), Z.long()), "not of one floating-point dtype"),
+        (lambda self, x, y, z: (lambda p: (x + p, p))(y * z), (X, Y, Z), "mul is also used by output"),
+        (lambda self, x, y, z: (x * 1).add_(y * z), (X, Y, Z), "add_ writes"),
+        (
+            lambda self, x, y, z: (lambda p: (y.view(-1).zero_(), x + p)[1])(y * z),
+            (X, Y, Z),
+            "zero_ may write",
+        ),
+        # The first operand decides the layout: here it is the product.
+        (lambda self, x, y, z: y * z + x, (X.mT.contiguous().mT, X, X), "another layout in memory"),
+    ],
+)
+def test_what_one_call_would_change_is_refused(forward, inputs, reason):
+    explanation = FuseMultiplyAdd().explain(fxopt.trace(module(forward).eval(), inputs))
+    assert not explanation.sites
+    assert reason in str(explanation.refusals)
+
+
+def test_rotary_positions():
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        use_cache=False,
+    )
+    model, ids = randomise(LlamaModel(config).double().eval()), torch.arange(6).view(2, 3)
+    traced = fxopt.trace(model, (ids,))
+    FuseMultiplyAdd()(traced, verify=True)
+    assert len(traced.graph.find_nodes(op="call_function", target=torch.addcmul)) == 4
+    assert_equivalent(model, traced, (ids,))
