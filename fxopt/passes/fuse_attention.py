@@ -64,6 +64,8 @@ class FuseAttention(ReversibleRewrite[Attention]):
                 found: Attention | Refusal = reader.read(place)
             except Obstacle as obstacle:
                 found = Refusal(place[-1], str(obstacle))
+            if isinstance(found, Attention) and (reason := _slower(found)):
+                found = Refusal(found.node, reason)
             yield found
 
     def apply(self, rewriter: Rewriter, site: Attention) -> Node:
@@ -91,6 +93,19 @@ class FuseAttention(ReversibleRewrite[Attention]):
         if not site.key.users:
             rewriter.erase(site.key)  # which was only turned
         return last
+
+
+def _slower(site: Attention) -> str | None:
+    """Why torch would compute one call on the CPU by its slow path, which takes longer than what is written out."""
+    query, key, value = (graph.value_of(node) for node in (site.query, site.key, site.value))
+    if query.device.type != "cpu":
+        return None
+    steps = [query.stride()[-1], key.stride()[-2 if site.turned else -1], value.stride()[-1]]
+    if any(str(step) != "1" for step in steps):
+        return "the rows of its queries, keys or values have gaps, which torch's fused kernel does not take"
+    if str(query.shape[-1]) != str(value.shape[-1]):
+        return "its values have another width than its queries, which torch's fused kernel does not take"
+    return None
 
 
 class _Builder:

@@ -63,7 +63,8 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
         """Yield the regions that can be in channels_last."""
         index, kernels, reasons = GraphIndex(graph_module), dict[Node, str](), dict[Node, str]()
         gain = dict[Node, tuple[float, float]]()
-        calls = ((kind, call) for kind in (nn.Conv1d, nn.Conv2d) for call in index.calls_like(kind))
+        ranks: dict[type[nn.Module], int] = {nn.Conv1d: 3, nn.Conv2d: 4}
+        calls = ((kind, call) for kind in ranks for call in index.calls_like(kind))
         for kind, node in calls:
             layer = index.module(node)
             if isinstance(layer, PackedLayer):
@@ -73,7 +74,7 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
             found = kernel_for(index, node, kind, shape, tune=self.tune)
             if len(index.call_sites(layer)) > 1 or len(index.names(layer)) > 1:
                 reasons[node] = "the module is called more than once, or has several names"
-            elif shape and len(shape) != layer.get_parameter("weight").dim():
+            elif shape and len(shape) != ranks[kind]:
                 reasons[node] = "its input has no batch dimension"
             elif found.kernel or found.seconds:  # a slower one may be worth it between others
                 kernels[node] = found.kernel or min({*found.seconds} - {PLAIN}, key=found.seconds.__getitem__)

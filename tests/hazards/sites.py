@@ -95,6 +95,14 @@ SITES: dict[str, Site] = {
         ("a",),
         ("own",),
     ),
+    "conv1d-pack": Site(
+        fxopt.PackConvs(),
+        lambda m, x: m.a(x) + 1,
+        lambda: {"a": nn.Conv1d(4, 4, 2)},
+        SEQUENCE,
+        ("a",),
+        ("own",),
+    ),
     "linear-norm": Site(
         fxopt.FuseBatchNorm1dInLinear(),
         lambda m, x: m.norm(m.a(x)) + 1,
@@ -205,7 +213,7 @@ SITES: dict[str, Site] = {
     ),
 }
 
-PACKING = ("pack", "conv-pack")
+PACKING = ("pack", "conv-pack", "conv1d-pack")
 """The sites whose new layers have the parameters of the old ones, and kernels for some dtypes alone."""
 
 LAYERS = [(name, layer) for name, site in SITES.items() for layer in site.names]

@@ -90,13 +90,23 @@ def other_convolution(other):
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize(
     "name",
-    [name for name in SITES if name not in ("precision", "division", "conv1d-norm", "transposed-norm")],
+    [
+        name
+        for name in SITES
+        if name not in ("precision", "division", "conv1d-norm", "transposed-norm", "conv-pack", "conv1d-pack")
+    ],
 )
 def test_other_convolutions_are_left_alone(other, name):
     traced, _ = other_convolution(other)
     before = copy.deepcopy(traced)
     assert not SITES[name].pass_.explain(traced).sites
     assert_round_trip(before, SITES[name].pass_(traced))
+
+
+@pytest.mark.parametrize("other", [other for other in OTHERS if other != "Conv1d"])
+def test_convolutions_that_have_no_packed_kernel(other):
+    traced, _ = other_convolution(other)
+    assert not fxopt.PackConvs().explain(traced).sites
 
 
 @pytest.mark.parametrize("other", OTHERS)

@@ -79,8 +79,8 @@ SPELLINGS = {
     "permuted keys": lambda m, q, k, v: (q @ k.permute(0, 1, 3, 2)).softmax(-1) @ v,
     "other permuted keys": lambda m, q, k, v: (q @ k.transpose(1, 2).permute(0, 2, 3, 1)).softmax(-1) @ v,
     "other strides": lambda m, q, k, v: (
-        scores(q.mT.contiguous().mT, k[:, :, ::2].repeat_interleave(2, 2)[:, :, :5]).softmax(-1)
-        @ v[:, :1].mT.contiguous().mT.expand(2, 2, 5, 4)
+        scores(q[:, :, :1].expand(2, 2, 5, 4), k[:, :, ::2].repeat_interleave(2, 2)[:, :, :5]).softmax(-1)
+        @ v[:, :1].expand(2, 2, 5, 4)
     ),
     "dropout without effect": lambda m, q, k, v: (
         F.dropout(F.dropout(scores(q, k).softmax(-1), 0.3, training=False), 0.0, True) @ v
@@ -213,6 +213,15 @@ def test_masks(name):
 
 
 REFUSED = {
+    "rows with gaps": (
+        lambda m, q, k, v: scores(q.mT.contiguous().mT, k).softmax(-1) @ v,
+        "the rows of its queries, keys or values have gaps",
+    ),
+    "keys with gaps": (lambda m, q, k, v: (q @ k.mT.contiguous()).softmax(-1) @ v, "have gaps"),
+    "wide values": (
+        lambda m, q, k, v: scores(q, k).softmax(-1) @ torch.cat([v, v], -1),
+        "its values have another width than its queries",
+    ),
     "weights are returned": (
         lambda m, q, k, v: ((w := scores(q, k).softmax(-1)) @ v, w),
         "softmax is also used by output",
