@@ -147,7 +147,7 @@ def _mkl_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
     def compute(
         bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
     ) -> Tensor:
-        return finished(run(input, packed, weight, bias, rows), other, activation)
+        return _summed(run(input, packed, weight, None, rows), bias, other, activation)
 
     # What torch tells of its size is what MKL reserves; it fills about as much as the weight takes.
     return Packed(compute, weight.nbytes, _memory(packed)[1])
@@ -260,18 +260,29 @@ def of_pixels(layer: nn.Module) -> bool:
 
 def _matmul_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
     """A matrix product of all pixels, whose call costs less than that of a convolution."""
-    weight = layer.weight.detach().flatten(1)
+    weight, shape_of_weight = layer.weight.detach().flatten(1).t().contiguous(), layer.weight.shape
+    features = weight.shape[1]
 
     def compute(
         bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
     ) -> Tensor:
-        pixels = input.permute(0, 2, 3, 1)
-        value = functional.linear(pixels, weight, bias).permute(0, 3, 1, 2)
-        if other is not None and (other.dtype, other.shape) == (value.dtype, value.shape):
-            value, other = value.add_(other), None
-        return finished(value, other, activation)
+        batch, channels, height, width = input.shape
+        pixels = torch.mm(input.permute(0, 2, 3, 1).reshape(-1, channels), weight)
+        if bias is not None:
+            pixels.add_(bias)
+        value = pixels.view(batch, height, width, features).permute(0, 3, 1, 2)
+        return _summed(value, None, other, activation)
 
-    return Packed(compute, 0, weight.data_ptr())
+    return Packed(compute, weight.nbytes, weight.data_ptr(), lambda: weight.t().reshape(shape_of_weight))
+
+
+def _summed(value: Tensor, bias: Tensor | None, other: Tensor | None, activation: str | None) -> Tensor:
+    """Finish a new product in its own memory: MKL's products with a bias copy that into each row before, which takes longer."""
+    if bias is not None:
+        value.add_(bias)
+    if other is not None and (other.dtype, other.shape) == (value.dtype, value.shape):
+        value, other = value.add_(other), None
+    return finished(value, other, activation)
 
 
 _OF_ONE_ROW = {"kernel_size": 1, "stride": 1, "dilation": 1}
@@ -330,7 +341,7 @@ _KERNELS: Mapping[type[nn.Module], Mapping[str, Kernel]] = {
     nn.Linear: {
         "onednn": Kernel(_DTYPES, _onednn_linear, True, any_shape=True),
         # It takes the weight beside the packed one, for inputs of other sizes.
-        "mkl": Kernel((torch.float32,), _mkl_linear, False, alone=False),
+        "mkl": Kernel((torch.float32,), _mkl_linear, True, alone=False),
         "int8": Kernel(_DTYPES[:2], _int8_linear, False, rounds=True),
         # With a number of features that is no multiple of 32, torch's kernel reads beyond the end.
         "int8_weight": Kernel(_DTYPES[:2], _int8_weight_linear, False, rounds=True, multiple=64),

@@ -28,6 +28,7 @@ from fxopt.kernels import kernels_for, packed_layer
 from fxopt.memory_formats import channels_last
 from fxopt.submodules import without_tensors
 from fxopt.torch_internals import PARAMETERS, parameters_of
+from fxopt.version import __version__
 
 PLAIN = "plain"
 """The name of torch's own kernel among the others."""
@@ -140,14 +141,16 @@ def _choice(row: Mapping[str, float]) -> str:
 
 
 def _key(layer: nn.Module, shape: Sequence[int], activation: str | None = None) -> str:
-    """All that the times depend on: the layer, what follows it, its input, the machine, torch and its threads."""
+    """All that the times depend on: the layer, what follows it, its input, the machine, torch with its threads, and fxopt."""
     weight = layer.get_parameter("weight")
     what = f"{layer!r}{f' and {activation}' if activation else ''} {weight.dtype} {'x'.join(map(str, shape))}"
     return f"{what}; {_machine()}"
 
 
 def _machine() -> str:
-    return f"{_processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    return (
+        f"{_processor()}, torch {torch.__version__}, fxopt {__version__}, {torch.get_num_threads()} threads"
+    )
 
 
 @functools.cache
