@@ -26,6 +26,12 @@ class Activation:
         """A new module."""
         return self.module(**self.options)
 
+    def __call__(self, value: Tensor) -> Tensor:
+        """Compute it by its function."""
+        assert self.function is not None
+        found: Tensor = self.function(value, **self.options)
+        return found
+
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "elu": Activation(nn.ELU, F.elu),
@@ -75,3 +81,23 @@ def same_activation(one: nn.Module | None, other: nn.Module | None) -> bool:
     ignored = {"training", "inplace", "forward"}  # that is no option, but another obstacle
     options = {name for name in vars(other) if not name.startswith("_")} - ignored
     return all(vars(one).get(name) == vars(other)[name] for name in options)
+
+
+def on_grid(function: Callable[[Tensor], Tensor]) -> Tensor:
+    """The values and gradients of a function on a grid, and values for numbers at which steps of a formula may overflow.
+
+    Example:
+        >>> is_close(on_grid(F.silu), on_grid(lambda x: x * torch.sigmoid(x)))
+        True
+    """
+    with torch.enable_grad():
+        fine = (torch.arange(-2400, 2401, device="cpu") / 200).double().requires_grad_()
+        values = function(fine * 1)
+        (gradients,) = torch.autograd.grad(values.sum(), fine)
+    far = torch.tensor([-1e4, -1e2, 1e2, 1e4, torch.nan], device="cpu")
+    return torch.cat([values.detach(), gradients, function(far).double()])
+
+
+def is_close(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two functions are the same on the grid, but for how a formula rounds the square root of 2 / pi."""
+    return torch.allclose(one, other, rtol=4e-9, atol=4e-9, equal_nan=True)

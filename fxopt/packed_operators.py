@@ -101,9 +101,7 @@ def finished(value: Tensor, other: Tensor | None, activation: str | None) -> Ten
     if activation is not None and activation in IN_PLACE and not torch.is_grad_enabled():
         return IN_PLACE[activation](value)
     if activation is not None:
-        chosen = ACTIVATIONS[activation]
-        assert chosen.function is not None
-        value = chosen.function(value, **chosen.options)
+        value = ACTIVATIONS[activation](value)
     return value
 
 
@@ -273,7 +271,12 @@ def _matmul_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
         value = pixels.view(batch, height, width, features).permute(0, 3, 1, 2)
         return _summed(value, None, other, activation)
 
-    return Packed(compute, weight.nbytes, weight.data_ptr(), lambda: weight.t().reshape(shape_of_weight))
+    return Packed(
+        compute,
+        weight.nbytes,
+        weight.data_ptr(),
+        lambda: weight.t().clone(memory_format=torch.contiguous_format).view(shape_of_weight),
+    )
 
 
 def _summed(value: Tensor, bias: Tensor | None, other: Tensor | None, activation: str | None) -> Tensor:
@@ -291,15 +294,14 @@ _OF_ONE_ROW = {"kernel_size": 1, "stride": 1, "dilation": 1}
 def _of_one_row(pack: Callable[[Any, Sequence[int]], Packed]) -> Callable[[nn.Conv1d, Sequence[int]], Packed]:
     """Packs a convolution of sequences as one of images with one row."""
 
-    def packed(layer: nn.Conv1d, shape: Sequence[int]) -> Packed:
+    def of_sequences(layer: nn.Conv1d, shape: Sequence[int]) -> Packed:
         options = {name: (one, *getattr(layer, name)) for name, one in _OF_ONE_ROW.items()}
         image = nn.utils.skip_init(
             nn.Conv2d, layer.in_channels, layer.out_channels, groups=layer.groups, **options
         )
-        image.padding, image.weight = (
-            (0, *(padding_of(layer) or [0])),
-            nn.Parameter(layer.weight.unsqueeze(2), False),
-        )
+        padding = padding_of(layer)
+        assert padding is not None
+        image.padding, image.weight = (0, *padding), nn.Parameter(layer.weight.unsqueeze(2), False)
         batch, channels, length = shape
         made = pack(image, (batch, channels, 1, length))
 
@@ -308,12 +310,12 @@ def _of_one_row(pack: Callable[[Any, Sequence[int]], Packed]) -> Callable[[nn.Co
         ) -> Tensor:
             if other is not None and other.dim():
                 other = other.unsqueeze(-2)
-            return made.run(bias, input.unsqueeze(2), other, activation, overwrites).squeeze(2)
+            return made.run(bias, input.unsqueeze(2), other, activation, overwrites).squeeze(-2)
 
         unpack = made.unpack
         return dataclasses.replace(made, run=compute, unpack=unpack and (lambda: unpack().squeeze(2)))
 
-    return packed
+    return of_sequences
 
 
 def _memory(packed: Tensor) -> tuple[int, int]:

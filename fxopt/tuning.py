@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -178,12 +177,12 @@ def _measure(
         # A convolution's packed kernel gives channels_last, and takes that from the one before it.
         packed_value = value if isinstance(layer, nn.Linear) else channels_last(value)
 
-        follows: Any = ACTIVATIONS[activation] if activation else None
+        follows = ACTIVATIONS[activation] if activation else None
 
         def run(name: str, each: nn.Module) -> Tensor:
             if name == PLAIN:
                 found: Tensor = each(value)
-                return found if follows is None else follows.function(found, **follows.options)
+                return found if follows is None else follows(found)
             packed: Tensor = each(packed_value, None, activation)
             return packed
 

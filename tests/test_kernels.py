@@ -76,8 +76,8 @@ def test_each_kernel_computes_the_layer(layer, kernel, bias, dtype):
         assert_close(packed(x, activation=activation), layer, x, None, activation)
         assert_close(packed(x, other, activation), layer, x, other, activation)
         assert torch.equal(other, kept)
-    broadcast = torch.randn(1).to(dtype)
-    assert_close(packed(x, broadcast), layer, x, broadcast)
+    for broadcast in (torch.randn(1).to(dtype), torch.randn(3, *[1] * len(shape)).to(dtype)):
+        assert_close(packed(x, broadcast), layer, x, broadcast)
 
 
 @pytest.mark.parametrize("kernel", kernels_for(LINEAR))

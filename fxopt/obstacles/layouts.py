@@ -94,6 +94,10 @@ def region_obstacle(index: GraphIndex, region: Region) -> str | None:
                 "FakeTensorMode(allow_non_fake_inputs=True)"
             )
     roots, inside = _roots(index, region), {*region.nodes}
+    returned = any(index.memory.is_returned(node) for node, _ in region.borders)
+    for value in (node.all_input_nodes[0] for node in region.convs if returned):
+        if value not in inside and _has_strides_of_both(value):
+            return f"the layout of {value.name} decides that of an output, and its one channel has the strides of both"
     for node, users in region.borders:
         value = graph.value_of(node)
         if not (is_contiguous(node) or is_channels_last(node)):
@@ -109,6 +113,13 @@ def region_obstacle(index: GraphIndex, region: Region) -> str | None:
             if copies or twins or _is_seen_on_the_other_side(index, region, node, writer):
                 return f"{writer.name} may write into the memory of {node.name} after that is copied"
     return None
+
+
+def _has_strides_of_both(value: Node) -> bool:
+    """Tell whether a value has the strides of channels_last, and torch's descriptions nevertheless take it for the default layout."""
+    described = graph.value_of(value)
+    usual = str(graph.like(described, described.shape).stride()) == str(described.stride())
+    return not usual and is_contiguous(value) and is_channels_last(value)
 
 
 def _may_copy(index: GraphIndex, node: Node) -> bool:
@@ -247,10 +258,8 @@ def _keeps_layout(index: GraphIndex, node: Node) -> bool:
     facts = facts_of(node, module)
     if not facts:
         return False  # not an operator of torch's own, or one with hooks
-    if value.dim() == 3 and name not in (
-        "identity",
-        "dropout",
-    ):  # others make the default layout of sequences
+    # Others make the default layout of sequences.
+    if value.dim() == 3 and name not in ("identity", "dropout"):
         return _is_elementwise(node, facts)
     if name in ("cat", "concat"):
         return bool((node.kwargs.get("dim") if len(node.args) < 2 else node.args[1]) == 1)

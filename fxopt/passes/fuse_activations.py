@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate
 
 from fxopt import graph
-from fxopt.activations import ACTIVATIONS, Activation
+from fxopt.activations import ACTIVATIONS, Activation, is_close, on_grid
 from fxopt.graph_index import GraphIndex
+from fxopt.operators import hooks_of, name_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.rewriting.spelling import call_of
 
+_FUSED = ("gelu", "gelu_tanh", "hardswish", "mish", "silu")
 _ARITHMETIC = (
-    *("add", "sub", "rsub", "mul", "div", "truediv", "neg", "pow", "square", "exp", "log1p", "erf"),
-    *("tanh", "sigmoid", "softplus", "relu", "relu6", "hardtanh", "clamp", "hardsigmoid", "logsigmoid"),
+    *("add", "sub", "rsub", "mul", "div", "truediv", "neg", "pow", "square", "exp", "erf"),
+    *("tanh", "sigmoid", "softplus", "relu6", "hardtanh", "clamp"),
 )
+_LAYERS: Mapping[type[nn.Module], Callable[..., Any]] = {
+    nn.Sigmoid: torch.sigmoid,
+    nn.Tanh: torch.tanh,
+    nn.ReLU6: nn.functional.relu6,
+}
 _MOST = 12  # nodes of one formula
-_CLOSE = 1e-8  # formulas round their constants, as 0.79788456 for the square root of 2 / pi
+_OTHER = 1e-3  # how much another number differs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +48,8 @@ class Formula:
 class FuseActivations(ReversibleRewrite[Formula]):
     """Computes an activation by one call where a model writes it out, as GPT-2 and ESM do with GELU.
 
-    Each formula of one value and numbers is computed in float64 on a grid. Where it gives what an activation of torch gives
-    there, whatever its spelling, it becomes a call of that. One call goes over the values once, and `FuseEpilogues` finds it
+    A formula of one value and numbers becomes GELU, SiLU, Mish or Hardswish if it has the same values and gradients on a grid
+    in float64, and if each of its numbers matters there. One call goes over the values once, and `FuseEpilogues` finds it
     behind a packed layer.
 
     Sources: GELU: Hendrycks and Gimpel, 2016, arXiv:1606.08415, section 2. SiLU, as `x * sigmoid(x)`: Elfwing et al., 2017,
@@ -59,13 +66,13 @@ class FuseActivations(ReversibleRewrite[Formula]):
     preserves_computation = True
 
     def match(self, graph_module: GraphModule) -> Iterator[Formula | Refusal]:
-        """Yield the formulas that are activations, the longest of those that overlap."""
+        """Yield the formulas that are activations, from the end of the graph on."""
         index, taken = GraphIndex(graph_module), set[Node]()
         for node in reversed(index.nodes):
             found = None if node in taken else _formula(index, node)
             if found is not None:
                 reason = _obstacle(index, found)
-                taken.update(found.inside)
+                taken.update(() if reason else found.inside)
                 yield Refusal(node, reason) if reason else found
 
     def apply(self, rewriter: Rewriter, site: Formula) -> Node:
@@ -79,12 +86,11 @@ class FuseActivations(ReversibleRewrite[Formula]):
 
 
 def _formula(index: GraphIndex, node: Node) -> Formula | None:
-    """The shortest formula that ends in a node and is an activation."""
+    """The formula that ends in a node and is an activation, of the latest value that it is an activation of."""
     inside, border = list[Node](), {node}
     while len(inside) < _MOST:
         last = max(border, key=index.position.__getitem__)
-        call = call_of(last, index.module(last) if last.op == "call_module" else None)
-        if call is None or call.name not in _ARITHMETIC:
+        if _function(index, last) is None:
             return None
         inside.append(last)
         border = (border | {*last.all_input_nodes}) - {last}
@@ -98,53 +104,55 @@ def _formula(index: GraphIndex, node: Node) -> Formula | None:
     return None
 
 
+def _function(index: GraphIndex, node: Node) -> Callable[..., Any] | None:
+    """The function that a node of a formula computes; None for other nodes."""
+    if node.op == "call_module":
+        module = index.module(node)
+        plain = len(node.args) == 1 and not hooks_of(module)
+        return _LAYERS.get(type(module)) if plain else None
+    if node.op not in ("call_function", "call_method") or name_of(node) not in _ARITHMETIC:
+        return None
+    function: Any = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target
+    return cast("Callable[..., Any]", function)
+
+
 def _is_alike(root: Node, node: Node) -> bool:
     """Tell whether two values are floating-point tensors of one dtype: the shape is that of the only tensor in a formula."""
-    values = [graph.value_of(each) for each in (root, node)]
-    dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
-    return (
-        all(isinstance(value, Tensor) for value in values)
-        and len(dtypes) == 1
-        and dtypes.pop().is_floating_point
-    )
+    dtypes = {getattr(graph.value_of(each), "dtype", None) for each in (root, node)}
+    dtype = dtypes.pop()
+    return not dtypes and isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
 def _activation(index: GraphIndex, root: Node, inside: Sequence[Node]) -> Activation | None:
-    """The activation that gives the values of a formula, everywhere on the grids."""
-    fitting = [each for each in ACTIVATIONS.values() if each.function is not None]
-    for dtype, tolerance in ((torch.float64, _CLOSE), (torch.float32, 1e-4)):
-        found = _values(index, root, inside, _grid(dtype))
-        fitting = [
-            each
-            for each in fitting
-            if torch.allclose(found, _known(each, dtype), rtol=tolerance, atol=tolerance, equal_nan=True)
-        ]
-    return fitting[0] if fitting else None
+    """The activation that a formula is."""
+    seen = list[float]()  # the numbers of the formula
 
+    def formula(change: int | None, grid: Tensor) -> Tensor:
+        known = dict[Node, Any]({root: grid})
+        seen.clear()
 
-def _values(index: GraphIndex, root: Node, inside: Sequence[Node], grid: Tensor) -> Tensor:
-    known: dict[Node, Any] = {root: grid}
-    for node in reversed(inside):
-        args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
-        function: Any = index.module(node) if node.op == "call_module" else node.target
-        if node.op == "call_method":
-            function = getattr(Tensor, str(node.target))
-        known[node] = function(*args, **kwargs)
-    found: Tensor = known[inside[0]]
-    return found
+        def given(each: Any) -> Any:
+            if isinstance(each, Node) or type(each) not in (int, float):
+                return known.get(each, each)
+            seen.append(each)
+            return each + _OTHER * (each or 1) if len(seen) - 1 == change else each
 
+        for node in reversed(inside):
+            function, arguments = _function(index, node), map_aggregate((node.args, node.kwargs), given)
+            assert function is not None
+            args, kwargs = cast(Any, arguments)
+            known[node] = function(*args, **kwargs)
+        return cast(Tensor, known[inside[0]])
 
-def _grid(dtype: torch.dtype) -> Tensor:
-    """Numbers on both sides of zero; in float32 those, too, at which steps of a formula may overflow."""
-    if dtype == torch.float32:
-        return torch.tensor([-1e4, -1e2, 0.0, 1e2, 1e4, float("nan")], device="cpu")
-    return torch.linspace(-12, 12, 4801, dtype=dtype, device="cpu")
-
-
-def _known(activation: Activation, dtype: torch.dtype) -> Tensor:
-    assert activation.function is not None
-    values: Tensor = activation.function(_grid(dtype), **activation.options)
-    return values
+    try:
+        own = on_grid(functools.partial(formula, None))
+    except RuntimeError:  # a step writes into what its gradient needs
+        return None
+    found = next(
+        (each for name, each in ACTIVATIONS.items() if name in _FUSED and is_close(own, on_grid(each))), None
+    )
+    matter = (not is_close(own, on_grid(functools.partial(formula, number))) for number in range(len(seen)))
+    return found if found and all(matter) else None
 
 
 def _obstacle(index: GraphIndex, found: Formula) -> str | None:

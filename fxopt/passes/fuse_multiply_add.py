@@ -14,7 +14,7 @@ from fxopt.rewriting.pattern import Pattern
 
 @dataclasses.dataclass(frozen=True)
 class FuseMultiplyAdd(Pattern):
-    """Computes `x + y * z` by `torch.addcmul`, which goes over the values once.
+    """Computes `x + y * z` by `torch.addcmul`, which goes over the values once, and rounds once.
 
     Rotary positions, the modulated layers of diffusion transformers and scaled residuals compute so.
 
@@ -39,7 +39,7 @@ class FuseMultiplyAdd(Pattern):
     def refuses(self, x: Node, y: Node, z: Node) -> str | None:
         """Say why one call would not compute the same."""
         values = [graph.value_of(each) for each in (x, y, z)]
-        dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
-        if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
-            return "its values are not of one floating-point dtype"
+        kinds = {(value.dtype, value.device) for value in values if isinstance(value, Tensor)}
+        if len(kinds) > 1 or not all(dtype.is_floating_point for dtype, _ in kinds):
+            return "its values are not of one floating-point dtype, on one device"
         return None

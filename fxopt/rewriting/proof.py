@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -190,9 +191,18 @@ def _ways_of_sizes(values: Mapping[str, Any]) -> Iterator[Callable[[Any], int]]:
     symbols = {
         symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols
     }
-    if symbols:
-        others = {symbol: 5 + place for place, symbol in enumerate(sorted(symbols, key=str))}
-        yield lambda size: int(size if isinstance(size, int) else size.node.expr.subs(others))
+    for least in (
+        (5, 100) if symbols else ()
+    ):  # the length behind a convolution may be negative for short inputs
+        others = {symbol: least + place for place, symbol in enumerate(sorted(symbols, key=str))}
+        size_of = functools.partial(_size, others)
+        if all(size_of(size) > 0 for size in sizes):
+            yield size_of
+            return
+
+
+def _size(sizes: Mapping[Any, int], size: Any) -> int:
+    return int(size if isinstance(size, int) else size.node.expr.subs(sizes))
 
 
 def _drawn(value: Any, seed: int, integers: tuple[int, int], size_of: Callable[[Any], int]) -> Any:

@@ -83,7 +83,7 @@ _OWN = (
 )
 _PASSES = "fxopt.passes."  # the files in it: the package itself imports what it is told
 # Our own functions that passes write into graphs: any other may hand out more than tensors, as a generator does.
-_OF_PASSES = {
+_WRITTEN_BY_PASSES = {
     *("fxopt.memory_formats.channels_last", "fxopt.memory_formats.contiguous"),
     "fxopt.passes.change_precision.saturate",
 }
@@ -270,7 +270,7 @@ def _defined(name: str) -> Any:
         return None
     found = _found(name)
     if not isinstance(found, type):
-        return _function_of(name, "fxopt.") if name in _OF_PASSES else None
+        return _function_of(name, "fxopt.") if name in _WRITTEN_BY_PASSES else None
     fits = issubclass(found, _OF_LIBRARIES if of_library else _LAYERS)
     return found if fits or (of_library and _CACHES & {base.__name__ for base in found.__mro__}) else None
 

@@ -40,12 +40,11 @@ def written(x, factor=0.044715, half=0.5):
         ("silu", lambda self, x: x * torch.sigmoid(x)),
         ("silu", lambda self, x: self.sigmoid(x).mul(x)),
         ("silu", lambda self, x: x / (1 + torch.exp(-x))),
-        ("silu", lambda self, x: torch.sigmoid(x).mul_(x)),
         ("mish", lambda self, x: x * torch.tanh(F.softplus(x))),
         ("hardswish", lambda self, x: x * F.relu6(x + 3) / 6),
         ("hardswish", lambda self, x: x * self.relu6(x + 3.0) * (1 / 6)),
         ("hardswish", lambda self, x: x * F.relu6(x + 3, inplace=True) / 6),
-        ("hardsigmoid", lambda self, x: (x / 6 + 0.5).clamp(0, 1)),
+        ("hardswish", lambda self, x: x * F.hardtanh(x + 3, 0.0, 6.0) / 6),
     ],
 )
 def test_each_spelling_is_found(name, forward):
@@ -68,6 +67,11 @@ def test_each_spelling_is_found(name, forward):
         lambda self, x: written(x, half=0.25),
         lambda self, x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**2.0))),
         lambda self, x: x * torch.sigmoid(1.702 * x),
+        lambda self, x: x * (x + 3).clamp(0, 6) / 6,  # which has other gradients where it is cut off
+        # Numbers that matter for few inputs alone.
+        lambda self, x: x.clamp(-65504, 65504) * torch.sigmoid(x),
+        lambda self, x: torch.sigmoid(x).clamp(min=1e-9) * x,
+        lambda self, x: torch.sigmoid(x).mul_(x),  # whose gradient cannot be computed
         lambda self, x: x * torch.sigmoid(x + 1e-6),
         lambda self, x: x * torch.sigmoid(x[:, :1]),
         lambda self, x: x * torch.sigmoid(x.detach()),
@@ -80,6 +84,21 @@ def test_each_spelling_is_found(name, forward):
 def test_another_formula_stays(forward):
     traced = fxopt.trace(module(forward).eval(), (X,))
     assert not FuseActivations().explain(traced).sites
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: x * torch.sigmoid(x) + 1e-12,
+        lambda self, x: (x * torch.sigmoid(x)).clamp(max=65504),
+        lambda self, x: torch.sigmoid(x) * x + 1e-12 * x * x,
+    ],
+)
+def test_guards_behind_an_activation_stay(forward):
+    fused = FuseActivations()(fxopt.trace(module(forward).eval(), (X,)))
+    (call,) = fused.graph.find_nodes(op="call_function", target=F.silu)
+    assert all(user.op != "output" for user in call.users)
+    assert "65504" in fused.code or "1e-12" in fused.code
 
 
 def test_numbers_without_a_point_stay():
@@ -103,11 +122,13 @@ def test_numbers_without_a_point_stay():
     ],
 )
 def test_what_cannot_be_one_call_stays(forward, reason):
-    hooked = nn.Sigmoid()
-    hooked.register_forward_hook(lambda *_: None)
+    hooked, called = nn.Sigmoid(), []
+    hooked.register_forward_hook(lambda _, args, __: called.append(args))
     traced = fxopt.trace(module(forward, hooked=hooked).eval(), (X,))
+    called.clear()
     explanation = FuseActivations().explain(traced)
     assert not explanation.sites
+    assert not called
     assert reason is None or reason in str(explanation.refusals)
 
 

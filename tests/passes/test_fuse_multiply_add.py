@@ -59,6 +59,15 @@ def test_what_one_call_would_change_is_refused(forward, inputs, reason):
     assert reason in str(explanation.refusals)
 
 
+def test_a_number_on_another_device_is_refused():
+    values = [torch.empty(2, 3, device="meta"), torch.tensor(2.0)]
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder(name) for name in "xy"]
+    for node, value in zip(nodes, values, strict=True):
+        node.meta["val"] = value
+    assert "on one device" in FuseMultiplyAdd().refuses(nodes[0], nodes[0], nodes[1])
+
+
 def test_rotary_positions():
     config = LlamaConfig(
         vocab_size=50,

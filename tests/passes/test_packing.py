@@ -353,6 +353,17 @@ def test_gradients_of_a_residual_stay():
     assert torch.equal(residual.grad, torch.ones(5, 8))
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 9), (2, 1, 9, 9)])
+def test_one_channel_in_the_strides_of_both_layouts(shape):
+    layer = (nn.Conv1d if len(shape) == 3 else nn.Conv2d)(1, 4, 3)
+    usual = torch.randn(shape)
+    unusual = usual.movedim(1, -1).clone(memory_format=torch.contiguous_format).movedim(-1, 1)
+    reason = "its one channel has the strides of both"
+    refused(PackConvs(), nn.Sequential(layer), unusual, reason=reason, trace=fxopt_trace)
+    rewritten(PackConvs(), nn.Sequential(layer), usual, sites=1, trace=fxopt_trace)
+    rewritten(PackConvs(), module(lambda m, x: m.a(x).sum(-1), a=layer), unusual, sites=1, trace=fxopt_trace)
+
+
 def test_an_image_without_a_batch_is_refused():
     refused(PackConvs(), convs(lambda m, x: m.a(x)), IMAGE[0], reason="no batch dimension", trace=fxopt_trace)
 
