@@ -94,12 +94,18 @@ def merged_order(known: Sequence[str], names: Iterable[str]) -> list[str]:
     return [*behind.get(None, []), *(each for name in known for each in (name, *behind.get(name, [])))]
 
 
-def order_children(graph_module: GraphModule, parent: str, names: Iterable[str]) -> None:
-    """Bring children back to a recorded order; those that are new since then come last."""
-    modules = modules_of(module_at(graph_module, parent))
-    recorded = dict.fromkeys(names)
-    for name in [*(n for n in recorded if n in modules), *(n for n in modules if n not in recorded)]:
-        modules[name] = modules.pop(name)
+def names_in(graph_module: GraphModule, parent: str) -> list[str]:
+    """The names of the parameters, buffers and children of a module, in order."""
+    module = module_at(graph_module, parent)
+    return [*parameters_of(module), *buffers_of(module), *modules_of(module)]
+
+
+def put_in_order(graph_module: GraphModule, parent: str, names: Iterable[str]) -> None:
+    """Bring parameters, buffers and children back to a recorded order; those that are new since then come last."""
+    module, recorded = module_at(graph_module, parent), dict.fromkeys(names)
+    for held in (parameters_of(module), buffers_of(module), modules_of(module)):
+        for name in [*(n for n in recorded if n in held), *(n for n in held if n not in recorded)]:
+            held[name] = held.pop(name)
 
 
 def free_path(graph_module: GraphModule, parent: str, name: str) -> str:

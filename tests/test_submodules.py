@@ -12,7 +12,7 @@ def test_children_keep_their_order():
     submodules.place(traced, "1", None)
     submodules.place(traced, "new", nn.ReLU())
     submodules.place(traced, "1", nn.ReLU())
-    submodules.order_children(traced, "", order)
+    submodules.put_in_order(traced, "", order)
     assert list(traced._modules) == ["0", "1", "2", "new"]
     assert submodules.free_path(traced, "", "new") == "new_1"
 

@@ -20,7 +20,7 @@ def play_back(graph_module: GraphModule, edits: Sequence[Edit], orders: Mapping[
     Args:
         graph_module: the graph module that was changed.
         edits: the changes.
-        orders: the names of the children that modules had before, by path.
+        orders: the names of the parameters, buffers and children that modules had before, by path.
 
     Raises:
         UndoError: something is not as a change left it. What was inverted before that stays so.
@@ -29,7 +29,7 @@ def play_back(graph_module: GraphModule, edits: Sequence[Edit], orders: Mapping[
     for edit in reversed(edits):
         if isinstance(edit, Swapped):
             for parent in _restore(graph_module, edit) & orders.keys():
-                submodules.order_children(graph_module, parent, orders[parent])
+                submodules.put_in_order(graph_module, parent, orders[parent])
         elif isinstance(edit, Redirect):
             _direct_back(edit, nodes[edit.old], nodes[edit.new], nodes)
         elif isinstance(edit, NodeEdit) and edit.before is None:

@@ -129,7 +129,7 @@ class PassRecord(torch.nn.Module):
 
     Attributes:
         steps: what was applied and not undone, oldest first.
-        orders: the names of the children that a module had before, where passes added or removed some, by path.
+        orders: the names of the parameters, buffers and children that a module had before, where passes added or removed some, by path.
         facts: out of a pickle, the nodes as they were.
         owner: the graph module.
     """

@@ -21,7 +21,6 @@ from fxopt.rewriting.edits import (
     check_nodes,
 )
 from fxopt.rewriting.weights import PROVENANCE, Restore, provenance
-from fxopt.torch_internals import modules_of
 
 
 class Rewriter:
@@ -148,7 +147,7 @@ class Rewriter:
         self._swapped.update(put)
         after = {**put, **dict.fromkeys(remove)}
         for parent in {submodules.split_path(path)[0] for path in after} - self.orders.keys():
-            self.orders[parent] = list(modules_of(submodules.module_at(self.graph_module, parent)))
+            self.orders[parent] = submodules.names_in(self.graph_module, parent)
         submodules.place_all(self.graph_module, after)
         self.log.append(Swap(before, after, restore, self.graph_module.training))
 
@@ -167,9 +166,9 @@ class Rewriter:
         self.swap({}, [path])
 
     def orders_before(self, known: Mapping[str, list[str]]) -> dict[str, list[str]]:
-        """`known`, with the earlier order of the children of each module whose children have changed since."""
+        """`known`, with the earlier order of what each module holds whose names have changed since."""
         found = dict(known)
         for path, names in self.orders.items():
-            if list(modules_of(submodules.module_at(self.graph_module, path))) != names:
+            if submodules.names_in(self.graph_module, path) != names:
                 found[path] = submodules.merged_order(found.get(path, []), names)
         return found

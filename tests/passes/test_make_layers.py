@@ -239,3 +239,17 @@ def test_an_edited_layer_is_not_undone():
     after.set_submodule("transformer.h.0.attn.c_attn.linear", nn.Linear(3, 3))
     with pytest.raises(UndoError, match="was changed since"):
         fxopt.undo(after)
+
+
+def test_a_weight_comes_back_in_front_of_what_stood_behind_it():
+    """As in the routers of Laguna, whose correction of scores is no bias."""
+    model = nn.Linear(8, 4)
+    del model.bias
+    model.correction = nn.Parameter(torch.ones(4), requires_grad=False)
+    model.register_buffer("bias", None)
+    model = module(lambda m, x: F.linear(x, m.router.weight) + m.router.correction, router=model)
+    traced = fxopt.trace(model.eval(), (torch.randn(2, 8),))
+    before, make = copy.deepcopy(traced), fxopt.MakeLayers()
+    undone = make(make(traced), reverse=True)
+    assert [name for name, _ in undone.router.named_parameters()] == ["weight", "correction"]
+    assert_round_trip(before, undone)
