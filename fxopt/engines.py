@@ -26,6 +26,7 @@ from fxopt.compare import norm_error, unlike
 from fxopt.errors import FallbackWarning, warn
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of
+from fxopt.rewriting.random_inputs import number_with
 from fxopt.submodules import sharing_copy
 from fxopt.torch_internals import frozen
 
@@ -429,7 +430,7 @@ def _probe(body: GraphModule, inputs: tuple[Tensor, ...], run: Function) -> None
         for other in (2 * value, value + 1):
             sizes = known | dict.fromkeys(changed, other)
             given = tuple(
-                _resized(tensor, [_size(size, sizes) for size in shape])
+                _resized(tensor, [number_with(sizes, size) for size in shape])
                 for tensor, shape in zip(inputs, shapes, strict=True)
             )
             try:
@@ -442,10 +443,6 @@ def _probe(body: GraphModule, inputs: tuple[Tensor, ...], run: Function) -> None
             tried.update(changed)
     if untried := sorted(known.keys() - tried, key=str):
         raise Unfit(f"it cannot be tried with another size than {known[untried[0]]}")
-
-
-def _size(size: Any, sizes: Mapping[Any, int]) -> int:
-    return int(size.node.expr.subs(sizes)) if isinstance(size, torch.SymInt) else int(size)
 
 
 def _resized(tensor: Tensor, sizes: list[int]) -> Tensor:

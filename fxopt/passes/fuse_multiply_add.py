@@ -14,7 +14,7 @@ from fxopt.rewriting.pattern import Pattern
 
 @dataclasses.dataclass(frozen=True)
 class FuseMultiplyAdd(Pattern):
-    """Computes `x + y * z` by `torch.addcmul`, which goes over the values once, and rounds once.
+    """Computes `x + y * z` by `torch.addcmul`, which goes over the values once; in half precision it rounds once, too.
 
     Rotary positions, the modulated layers of diffusion transformers and scaled residuals compute so.
 

@@ -19,7 +19,7 @@ from fxopt.errors import PassError
 from fxopt.float64 import Float64
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
-from fxopt.rewriting.random_inputs import Numbers, number_of
+from fxopt.rewriting.random_inputs import Numbers, number_of, number_with
 from fxopt.rewriting.weights import options_of
 
 RTOL = 1e-9
@@ -191,18 +191,13 @@ def _ways_of_sizes(values: Mapping[str, Any]) -> Iterator[Callable[[Any], int]]:
     symbols = {
         symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols
     }
-    for least in (
-        (5, 100) if symbols else ()
-    ):  # the length behind a convolution may be negative for short inputs
+    # The length behind a convolution may be negative for short inputs.
+    for least in (5, 100) if symbols else ():
         others = {symbol: least + place for place, symbol in enumerate(sorted(symbols, key=str))}
-        size_of = functools.partial(_size, others)
+        size_of = functools.partial(number_with, others)
         if all(size_of(size) > 0 for size in sizes):
             yield size_of
             return
-
-
-def _size(sizes: Mapping[Any, int], size: Any) -> int:
-    return int(size if isinstance(size, int) else size.node.expr.subs(sizes))
 
 
 def _drawn(value: Any, seed: int, integers: tuple[int, int], size_of: Callable[[Any], int]) -> Any:

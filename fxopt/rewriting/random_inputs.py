@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,4 +70,9 @@ def number_of(size: Any) -> int:
         return size
     if size.node.has_hint():
         return int(size.node.hint)
-    return int(size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, 3)))
+    return number_with(dict.fromkeys(size.node.expr.free_symbols, 3), size)
+
+
+def number_with(numbers: Mapping[Any, int], size: Any) -> int:
+    """A size where its symbols have these numbers."""
+    return size if isinstance(size, int) else int(size.node.expr.subs(numbers))

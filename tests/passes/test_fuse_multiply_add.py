@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
 import fxopt
@@ -66,6 +67,16 @@ def test_a_number_on_another_device_is_refused():
     for node, value in zip(nodes, values, strict=True):
         node.meta["val"] = value
     assert "on one device" in FuseMultiplyAdd().refuses(nodes[0], nodes[0], nodes[1])
+
+
+def test_lengths_behind_convolutions_of_a_free_length():
+    """For five steps the length behind them would be negative."""
+    layers = {name: nn.Conv1d(4, 4, 3, stride=2) for name in "abc"}
+    model = module(lambda m, x: (lambda y: y + y.sin() * y.cos())(m.c(m.b(m.a(x)))), **layers).eval()
+    traced = fxopt.trace(model, (torch.randn(2, 4, 64),), dynamic_shapes=({2: torch.export.Dim("steps")},))
+    FuseMultiplyAdd()(traced, verify=True)
+    assert traced.graph.find_nodes(op="call_function", target=torch.addcmul)
+    assert_equivalent(model, traced, (torch.randn(2, 4, 33),))
 
 
 def test_rotary_positions():
