@@ -256,7 +256,6 @@ def drawn(self, x):
         scaled,
         scaled_by_blocks,
         of_values,
-        of_weights,
         of_the_first_length,
         by_rows_alone,
         longest,
@@ -372,6 +371,45 @@ def test_a_table_in_slots_is_made_anew():
 
 
 LOCAL, CONTEXT, NAMESPACE = threading.local(), contextvars.ContextVar("CONTEXT"), types.SimpleNamespace()
+
+
+def by_device(self, x):
+    """As LeViT keeps its biases of attention."""
+    if str(x.device) not in self.held:
+        self.held[str(x.device)] = self.dense.weight[:, torch.arange(4).flip(0)]
+    return self.dense(x) @ self.held[str(x.device)]
+
+
+def written_between(self, x):
+    if self.table is None:
+        self.table = self.dense.weight * 2
+    with torch.no_grad():
+        self.dense.weight.mul_(0.5)
+    return x @ self.table
+
+
+@pytest.mark.parametrize("forward", [of_weights, by_device])
+def test_in_inference_a_table_of_weights_is_made_anew(forward):
+    model = model_of(forward).train()
+    with pytest.raises(fxopt.TraceError, match="the forward assigns to '(table|held)"):
+        fxopt.trace(
+            model, (torch.randn(2, 5, 4, dtype=torch.float64),)
+        )  # an optimizer may change the weights
+    model.eval()
+    eager = copy.deepcopy(model)
+    traced = fxopt.trace(model, (torch.randn(2, 5, 4, dtype=torch.float64),), dynamic_shapes=FREE)
+    for length in LENGTHS:
+        x = torch.randn(3, length, 4, dtype=torch.float64)
+        torch.testing.assert_close(traced(x), eager(x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_table_of_weights_that_the_forward_writes_is_refused():
+    model = model_of(written_between).eval()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(fxopt.TraceError, match="table|weight"):
+        fxopt.trace(model, (torch.randn(2, 5, 4, dtype=torch.float64),))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
 
 
 class Pickled(types.SimpleNamespace):

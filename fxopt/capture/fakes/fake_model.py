@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -110,7 +111,7 @@ class FakeModel:
         self._leave(earlier)
         self.computed = {id(self.fake(tensor)) for tensor in earlier.computed}
         self._before = self.state({})
-        self._versions = {name: version_of(buffer) for name, buffer in self.model.named_buffers()}
+        self._versions = {name: version_of(tensor) for name, tensor in self._weights()}
 
     def _copied(self, model: torch.nn.Module, memo: dict[Any, Any]) -> torch.nn.Module:
         try:
@@ -282,10 +283,13 @@ class FakeModel:
         held = {key: name for key, (name, _) in self._held.items() if key not in written}
         return held | {key: tensor for key, tensor in real.items() if tensor is not None} | self._places
 
-    def unchanged_buffers(self) -> set[str]:
-        """The names of the buffers that the forward has neither replaced nor written."""
-        after = self.model.named_buffers()
-        return {n for n, b in after if self.names.get(id(b)) == n and self._versions.get(n) == version_of(b)}
+    def unchanged(self) -> set[str]:
+        """The names of the parameters and buffers that the forward has neither replaced nor written."""
+        after = self._weights()
+        return {n for n, t in after if self.names.get(id(t)) == n and self._versions.get(n) == version_of(t)}
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return itertools.chain(self.model.named_parameters(), self.model.named_buffers())
 
     def hooks(self) -> dict[str, Any]:
         """The hooks of each module, of which the forward may have added some."""

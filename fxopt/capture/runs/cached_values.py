@@ -1,4 +1,4 @@
-"""Values that a forward keeps for later calls and makes of sizes, constants and buffers alone: tables of positions, grids, masks.
+"""Values that a forward keeps for later calls and makes of sizes, constants and weights alone: tables of positions, grids, masks.
 
 The graph makes them anew, which is equal if a call gives the same after any other call as it gives first. Calls are tried one
 after the other at several sizes, on fakes but for what was kept, which is computed. A condition on sizes that a later call

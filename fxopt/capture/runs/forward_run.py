@@ -168,7 +168,7 @@ class ForwardRun:
             variables=self._variables,
             written=shell.written(),
             originals=shell.originals,
-            unchanged_buffers=shell.unchanged_buffers(),
+            unchanged=shell.unchanged(),
             changed_outside=changed_outside,
             moved=self.placeholders.moved() | recorder.tensor_sizes.written(),
             assigned=self._assigned,

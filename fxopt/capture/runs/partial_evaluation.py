@@ -1,4 +1,4 @@
-"""Partial evaluation: computes whatever in a graph depends on sizes, constants and buffers alone, and says what remains.
+"""Partial evaluation: computes whatever in a graph depends on sizes, constants and weights alone, and says what remains.
 
 Two graphs with the same remaining steps compute the same from the same inputs, whichever way they come to their constants.
 """
@@ -6,6 +6,7 @@ Two graphs with the same remaining steps compute the same from the same inputs, 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -57,8 +58,11 @@ class PartialEvaluation:
     def __init__(self, run: RunResult) -> None:
         self._run, self._device = run, run.request.device()
         self._constants = {name: tensor.detach().clone() for name, tensor in run.constants.items()}
-        buffers = run.request.model.named_buffers()
-        self._buffers = {name: buffer for name, buffer in buffers if name in run.unchanged_buffers}
+        model = run.request.model
+        # In training, a step of the optimizer changes the parameters from call to call.
+        weights = () if model.training else model.named_parameters()
+        own = itertools.chain(weights, model.named_buffers())
+        self._own = {name: tensor for name, tensor in own if name in run.unchanged}
         self._values: dict[torch.fx.Node, Any] = {}
         self._steps: list[_Step] = []
         # Steps that write into what was computed before: nothing is known of the graph then.
@@ -95,7 +99,7 @@ class PartialEvaluation:
                 return size
         if node.op == "get_attr":
             name = str(node.target)
-            return self._constants.get(name, self._buffers.get(name, _Own(name)))
+            return self._constants.get(name, self._own.get(name, _Own(name)))
         if node.target is getattr and node.args[1:] == ("device",):
             return self._device
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)

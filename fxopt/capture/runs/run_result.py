@@ -50,7 +50,7 @@ class RunResult:
     written: Written  # the tensors of the user that it writes
     # The real tensors behind fakes that stand for others than parameters and buffers, by identity.
     originals: Mapping[int, torch.Tensor]
-    unchanged_buffers: Set[str]  # the names of those that it does not write
+    unchanged: Set[str]  # the names of the parameters and buffers that it does not write
     # What it changed outside of the model, in words, and whether it put a tensor there.
     changed_outside: Mapping[str, bool]
     moved: Set[str]  # numbers in inputs and tensors that were taken for constants, though it changes them
