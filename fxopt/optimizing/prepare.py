@@ -67,6 +67,7 @@ SOMETHING_ELSE = 0.5
 # How many copies with other rounding errors run, where one run of the eager model does not decide, and the most that counts of theirs.
 ROUNDINGS, MOST_ERROR_SEEN = 4, SOMETHING_ELSE / 2
 LEAST_SPEEDUP = 0.98  # a graph that is slower is not used: less is within what measuring leaves open
+MOST_TIMINGS = 4  # that have to find a graph slower
 _PASSES = {"bfloat16": ChangePrecision.__name__, "int8": QuantizeLinears.__name__}
 
 
@@ -144,10 +145,11 @@ def prepare(
         if options.tune:
             enter("timing")
             runs = trial.repeatable(eager), trial.repeatable(made, ask), inputs
-            facts["speedup"] = speedup(*runs)
-            if facts["speedup"] < LEAST_SPEEDUP:  # perhaps something else was busy
-                facts["speedup"] = max(facts["speedup"], speedup(*runs))
-            if facts["speedup"] < LEAST_SPEEDUP:
+            for _ in range(MOST_TIMINGS):  # others that compute on this machine may slow down one of the two
+                facts["speedup"] = max(facts.get("speedup", 0.0), speedup(*runs))
+                if facts["speedup"] >= LEAST_SPEEDUP:
+                    break
+            else:
                 raise Unused("the graph is slower than eager")
     except Failed as error:
         raise error.__cause__ or error from None

@@ -42,3 +42,17 @@ def test_in_optimize(monkeypatch):
     rewrites = {each.name: len(each.sites) for each in report.explanations}
     assert rewrites["FoldScaleAndShift"] == 1
     torch.testing.assert_close(fast(X), model(X), rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_on_a_busy_machine_a_graph_is_timed_again(monkeypatch):
+    found = iter([0.5, 0.7, 0.6, 1.1])
+    monkeypatch.setattr(prepare_module, "speedup", lambda *_: next(found))
+    (report,) = fxopt.optimize(Block().eval(), (X,)).report
+    assert report.reason is None
+    assert report.speedup == 1.1
+
+    found = iter([0.5, 0.7, 0.6, 0.9, 1.1])
+    (report,) = fxopt.optimize(Block().eval(), (X,)).report
+    assert report.reason == "the graph is slower than eager"
+    assert report.speedup == 0.9
