@@ -15,7 +15,7 @@ from fxopt.operators import Fact, facts_of, name_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.torch_internals import FakeTensor
+from fxopt.torch_internals import FakeTensor, is_erased
 
 _ATTENTION = "scaled_dot_product_attention"
 _TURNING = ("transpose", "swapaxes", "swapdims", "permute", _ATTENTION)
@@ -30,7 +30,7 @@ class Copy:
         node: the value.
         steps: the steps.
         source: what it holds, in other memory.
-        turned: the values behind it that get other strides, with their descriptions.
+        turned: the values behind it that get other strides or become views, with their descriptions.
     """
 
     node: Node
@@ -72,8 +72,11 @@ class RemoveCopies(ReversibleRewrite[Copy]):
             if copy is None:
                 continue
             taken |= {*copy.steps}
-            source = values.get(copy.source, graph.value_of(copy.source))
-            found = _obstacle(index, copy) or _turned(index, node, source, values)
+            source, read = values.get(copy.source, graph.value_of(copy.source)), set[Node]()
+            found = _obstacle(index, copy) or _turned(index, node, source, values, read)
+            returned = [each.name for each in index.nodes if each in read and index.memory.is_returned(each)]
+            if len(returned) > 1:
+                found = f"{' and '.join(returned)} may share memory that the graph returns"
             if isinstance(found, str):
                 yield Refusal(node, found)
             else:
@@ -87,7 +90,8 @@ class RemoveCopies(ReversibleRewrite[Copy]):
             if not step.users:
                 rewriter.erase(step)
         for node, value in site.turned.items():
-            rewriter.set(node, val=value)
+            if not is_erased(node):  # as a step of another copy
+                rewriter.set(node, val=value)
         return site.source
 
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Copy]) -> bool:
@@ -138,7 +142,7 @@ def _obstacle(index: GraphIndex, copy: Copy) -> str | None:
 
 
 def _turned(
-    index: GraphIndex, node: Node, value: Tensor, values: Mapping[Node, Tensor]
+    index: GraphIndex, node: Node, value: Tensor, values: Mapping[Node, Tensor], read: set[Node]
 ) -> dict[Node, Tensor] | str:
     """Follow a value with other strides to where the strides are those of before.
 
@@ -147,9 +151,10 @@ def _turned(
         node: what gets other strides.
         value: its description with these.
         values: all values that get other strides besides.
+        read: takes the values that were copies and may become views.
 
     Returns:
-        All values behind it with other strides; or what depends on the strides.
+        All values behind it with other strides or other memory; or what depends on the strides.
     """
     values, turned = {**values, node: value}, {node: value}
     for user in node.users:
@@ -163,13 +168,18 @@ def _turned(
         except RuntimeError:  # whether it is a view depends on a size that no input tells
             return f"{user.name} may depend on its strides"
         changes = str(found.stride()) != str(graph.value_of(user).stride())
-        if name in _READING and changes:
-            return f"{user.name} would have other strides"
+        if name in _READING:
+            writer = index.memory.written(user)
+            if changes or writer:
+                written = f"{writer.name} may write into {user.name}, which may become a view" if writer else ""
+                return written or f"{user.name} would have other strides"
+            read.add(user)
+            turned[user] = found
         layouts = [found] if changes else []
         if name == _ATTENTION:
             layouts = _layouts(found) if node is user.args[0] else []
         for layout in reversed(layouts):
-            behind = _turned(index, user, layout, values)
+            behind = _turned(index, user, layout, values, read)
             if isinstance(behind, str):
                 return behind
             turned = behind | turned if layout is found else turned

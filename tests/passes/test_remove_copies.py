@@ -49,6 +49,17 @@ def through_three_dimensions(x):
     return joined(y.flatten(0, 1).contiguous().view(2, 2, 5, 4)) + 1
 
 
+def written_once(x):
+    """The reshape becomes a view, which the second one would share."""
+    y = attention(x)
+    return joined(y).add_(100) * joined(y)
+
+
+def returned_twice(x):
+    y = attention(x)
+    return joined(y), joined(y)
+
+
 @pytest.mark.parametrize(
     ("function", "sites", "left"),
     [
@@ -74,6 +85,8 @@ def test_copies_go(function, sites, left):
     ("function", "reason"),
     [
         (attention, "output (output) may depend on its strides"),
+        (written_once, "may write into reshape, which may become a view"),
+        (returned_twice, "reshape and reshape_1 may share memory that the graph returns"),
         (lambda x: joined(heads(x).contiguous()), "the graph returns it or a view of it"),
         (lambda x: heads(x).contiguous(), "the graph returns it or a view of it"),
         (lambda x: heads(x).contiguous().view(2, 10, 4) + 1, None),
@@ -93,6 +106,14 @@ def test_copies_stay(function, reason):
         assert not RemoveCopies().explain(fxopt.trace(Uses(function), (X,))).sites
     else:
         refused(RemoveCopies(), Uses(function), X, reason=reason, trace=fxopt_trace)
+
+
+def test_what_becomes_a_view_is_described_as_one():
+    traced = RemoveCopies()(fxopt.trace(Uses(lambda x: joined(attention(x)) + 1), (X,)))
+    memory = fxopt.GraphIndex(traced).memory
+    (reshape,) = (node for node in traced.graph.nodes if node.target == "reshape")
+    assert memory.may_alias(reshape, reshape.args[0])
+    assert not memory.gives_new_memory(reshape)
 
 
 def test_strides_behind_a_copy_are_described():
