@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import operator
@@ -14,7 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from fxopt.torch_internals import FakeTensor, name_counts, pytree, statically_known_true, used_names
+from fxopt.torch_internals import (
+    FakeTensor,
+    enable_python_dispatcher,
+    name_counts,
+    pytree,
+    statically_known_true,
+    used_names,
+)
 
 T = TypeVar("T", bound=Hashable)
 
@@ -205,6 +213,19 @@ def like(described: Tensor, shape: Sequence[Any] | None = None, dtype: torch.dty
     if isinstance(described, FakeTensor):
         empty = FakeTensor(described.fake_mode, empty, described.device)
     return empty
+
+
+@contextlib.contextmanager
+def describing(value: Tensor) -> Iterator[None]:
+    """Compute descriptions such as this one; what they ask of free sizes is no guard of the graph."""
+    mode = value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext()
+    shape_env = getattr(mode, "shape_env", None)
+    with (
+        mode,
+        enable_python_dispatcher(),
+        shape_env.suppress_guards() if shape_env else contextlib.nullcontext(),
+    ):
+        yield
 
 
 def alike(sizes: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxopt import submodules
-from fxopt.graph import value_of
+from fxopt.graph import describing, value_of
 from fxopt.torch_internals import FakeTensor, pytree
 
 
@@ -56,7 +56,6 @@ def described(graph_module: GraphModule, node: Node) -> Any:
     fakes = [leaf for leaf in pytree.tree_leaves(list(sources.values())) if isinstance(leaf, FakeTensor)]
     if None in sources.values() or not fakes:
         return None
-    mode = fakes[0].fake_mode
 
     def known(each: Node) -> Any:  # views, because some functions change the shape in place
         return pytree.tree_map(
@@ -64,7 +63,7 @@ def described(graph_module: GraphModule, node: Node) -> Any:
         )
 
     try:
-        with mode, torch.no_grad():
+        with describing(fakes[0]), torch.no_grad():
             args, kwargs = map_arg(node.args, known), map_arg(node.kwargs, known)
             if node.op == "call_function":
                 target: Any = node.target
@@ -73,6 +72,7 @@ def described(graph_module: GraphModule, node: Node) -> Any:
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
             module = submodules.module_at(graph_module, str(node.target))
             tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            mode = fakes[0].fake_mode
             fake = {name: mode.from_tensor(tensor, static_shapes=True) for name, tensor in tensors.items()}
             return torch.func.functional_call(module, fake, args, kwargs)
     except Exception:  # whatever a function raises on what has no data

@@ -217,12 +217,10 @@ def place(owner: nn.Module, path: str, value: Any) -> None:
         wanted[name] = value
 
 
-def place_all(graph_module: GraphModule, values: Mapping[str, Any]) -> set[str]:
-    """Put modules, parameters or buffers at qualified names, as `place` does; returns the paths of the modules that hold them."""
-    parents = {path: split_path(path)[0] for path in values}
+def place_all(graph_module: GraphModule, values: Mapping[str, Any]) -> None:
+    """Put modules, parameters or buffers at qualified names, as `place` does."""
     for path, value in values.items():
-        place(module_at(graph_module, parents[path]), path, value)
-    return {*parents.values()}
+        place(module_at(graph_module, split_path(path)[0]), path, value)
 
 
 def sharing_copy(graph_module: GraphModule) -> GraphModule:

@@ -143,6 +143,11 @@ pytree = private("torch.utils._pytree", LIBRARY)
 TorchDispatchMode = private(
     "torch.utils._python_dispatch.TorchDispatchMode", "models cannot be captured", error=TraceError
 )
+enable_python_dispatcher = private(
+    "torch._dispatch.python.enable_python_dispatcher",
+    "where sizes are free, models are hardly captured, and some nodes get no metadata",
+    contextlib.nullcontext,
+)
 statically_known_true = private(
     "torch.fx.experimental.symbolic_shapes.statically_known_true",
     "sizes that are free count as unknown",

@@ -400,3 +400,25 @@ def test_applied_keeps_what_was_trained():
     original = dict(traced().named_parameters())
     for name, parameter in graph_module.named_parameters():
         assert torch.equal(parameter, original[name] + 1)
+
+
+@pytest.mark.parametrize("last", [FuseBiasInLinear(), fxopt.FoldConstants()])
+def test_what_was_undone_in_between_and_applied_again_does_not_stand_in_the_way(last):
+    def forward(self, x):
+        return self.k(x), self.v(x) + torch.arange(4) * 2
+
+    graph_module = fxopt.trace(
+        module(forward, k=nn.Linear(4, 4), v=nn.Linear(4, 4)).eval(), (torch.ones(2, 4),)
+    )
+    before, merge = copy.deepcopy(graph_module), MergeLinears()
+    merge(graph_module)
+    first = fxopt.FoldConstants() if isinstance(last, FuseBiasInLinear) else FuseBiasInLinear()
+    first(graph_module)
+    if isinstance(first, FuseBiasInLinear):
+        first(graph_module, reverse=True)
+    merge(graph_module, reverse=True)
+    merge(graph_module)
+    middle = copy.deepcopy(graph_module)
+    last(graph_module)
+    assert_round_trip(middle, undo(graph_module))
+    assert_round_trip(before, undo(graph_module, len(fxopt.history(graph_module))))

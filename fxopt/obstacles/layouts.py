@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -166,9 +165,11 @@ def is_contiguous(node: Node) -> bool:
 def _has(node: Node, layout: Callable[[Tensor], bool]) -> bool:
     """Tell whether a value has a layout; False where that depends on a size that the values of inputs decide."""
     value = graph.value_of(node)
-    with _describing(value) if isinstance(value, FakeTensor) else contextlib.nullcontext():
+    if not isinstance(value, Tensor):
+        return False
+    with graph.describing(value):
         try:
-            return isinstance(value, Tensor) and bool(layout(value))
+            return bool(layout(value))
         except RuntimeError:
             return False
 
@@ -188,7 +189,7 @@ def _takes_any_layout(index: GraphIndex, value: Node, user: Node) -> bool:
     if index.memory.writers(value) or index.memory.is_returned(value):
         return False
     try:
-        with _describing(described):
+        with graph.describing(described):
             turned = memory_formats.channels_last(described)
     except RuntimeError:  # it depends on a size that no input tells
         return False
@@ -233,17 +234,9 @@ def value_with(node: Node, module: nn.Module | None, turned: Mapping[Node, Tenso
     """The description of a node's value where some of its inputs have other strides."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda each: turned.get(each, graph.value_of(each)))
     function: Any = getattr(Tensor, str(node.target)) if node.op == "call_method" else module or node.target
-    with _describing(graph.value_of(node)):
+    with graph.describing(graph.value_of(node)):
         found: Tensor = function(*args, **kwargs)
     return found
-
-
-@contextlib.contextmanager
-def _describing(value: FakeTensor) -> Iterator[None]:
-    """Compute descriptions; what they ask of free sizes is no guard of the graph."""
-    mode = value.fake_mode
-    with mode, mode.shape_env.suppress_guards() if mode.shape_env else contextlib.nullcontext():
-        yield
 
 
 def _keeps_layout(index: GraphIndex, node: Node) -> bool:

@@ -171,7 +171,9 @@ def _turned(
         if name in _READING:
             writer = index.memory.written(user)
             if changes or writer:
-                written = f"{writer.name} may write into {user.name}, which may become a view" if writer else ""
+                written = (
+                    f"{writer.name} may write into {user.name}, which may become a view" if writer else ""
+                )
                 return written or f"{user.name} would have other strides"
             read.add(user)
             turned[user] = found

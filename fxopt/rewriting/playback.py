@@ -92,7 +92,7 @@ def _check(edit: NodeEdit, node: Node) -> None:
 
 
 def _restore(graph_module: GraphModule, edit: Swapped) -> set[str]:
-    """Put back what stood at each path, made of what stands there now; returns the paths of the modules that hold it."""
+    """Put back what stood at each path, made of what stands there now; returns the paths of the modules that hold other names then."""
     now = {path: submodules.find(graph_module, path) for path in edit.left}
     for path, left in edit.left.items():
         if left is None and now[path] is not None:
@@ -114,7 +114,10 @@ def _restore(graph_module: GraphModule, edit: Swapped) -> set[str]:
             is_now = (now[twin] if twin else graph_module).training
             if was != is_now:
                 value.train(is_now)
-    return submodules.place_all(graph_module, {**dict.fromkeys(edit.left), **restored})
+    submodules.place_all(graph_module, {**dict.fromkeys(edit.left), **restored})
+    # What is put back in its own place keeps the order, of which an earlier step may have noted another one.
+    changed = restored.keys() ^ {path for path, value in now.items() if value is not None}
+    return {submodules.split_path(path)[0] for path in changed}
 
 
 def _changed(what: str, node: Node | None = None) -> UndoError:

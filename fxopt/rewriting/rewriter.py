@@ -170,5 +170,5 @@ class Rewriter:
         found = dict(known)
         for path, names in self.orders.items():
             if submodules.names_in(self.graph_module, path) != names:
-                found[path] = submodules.merged_order(found.get(path, []), names)
+                found[path] = submodules.merged_order(names, found.get(path, []))
         return found

@@ -12,6 +12,7 @@ from fxopt import FuseMultiplyAdd
 from fxopt.testing import assert_equivalent, assert_round_trip, randomise
 from tests.modules import module
 
+AUTO = torch.export.Dim.AUTO
 X, Y, Z = torch.randn(2, 3, 4), torch.randn(4), torch.randn(3, 1)
 
 
@@ -93,3 +94,18 @@ def test_rotary_positions():
     FuseMultiplyAdd()(traced, verify=True)
     assert len(traced.graph.find_nodes(op="call_function", target=torch.addcmul)) == 4
     assert_equivalent(model, traced, (ids,))
+
+
+def test_where_sizes_are_free_the_call_is_described(caplog):
+    model = module(
+        lambda m, x: m.layer(x * m.gain + m.layer.bias),
+        layer=nn.Linear(8, 8),
+        gain=nn.Parameter(torch.rand(8)),
+    )
+    traced = fxopt.trace(model.eval(), (torch.randn(2, 5, 8),), dynamic_shapes=({0: AUTO, 1: AUTO},))
+    FuseMultiplyAdd()(traced)
+    (fused,) = traced.graph.find_nodes(op="call_function", target=torch.addcmul)
+    (x,) = traced.graph.find_nodes(op="placeholder")
+    assert str(fused.meta["val"].shape) == str(x.meta["val"].shape)
+    assert not caplog.records
+    assert_equivalent(model, traced, (torch.randn(3, 1, 8),))
