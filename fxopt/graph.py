@@ -192,16 +192,6 @@ def placed(module: nn.Module, graph_module: GraphModule, node: Node) -> nn.Modul
     return module.to(first.device, dtype if dtype.is_floating_point else None)
 
 
-def with_size(value: Node, dimension: int, size: int) -> Tensor | None:
-    """A description of a tensor like that of `value` with another size in one dimension; None where there is none."""
-    described = value.meta.get("val")
-    if not isinstance(described, Tensor):
-        return None
-    shape = [*described.shape]
-    shape[dimension] = size
-    return like(described, shape=shape)
-
-
 def like(described: Tensor, shape: Sequence[Any] | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """A description of a tensor like another one, with another shape or dtype."""
     dtype, on = dtype or described.dtype, "meta" if isinstance(described, FakeTensor) else described.device

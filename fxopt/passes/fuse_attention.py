@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -80,11 +79,12 @@ class FuseAttention(ReversibleRewrite[Attention]):
             "args": tuple(inputs),
             "kwargs": {**options, "dropout_p": 0.0, "scale": site.scale},
         }
-        shape = (*graph.value_of(inputs[0]).shape[:-1], graph.value_of(inputs[2]).shape[-1])
-        following = ["flatten"] * (graph.rank_of(last) == 3) + ["contiguous"] * site.contiguous
-        for method in following:
+        shape = whole = graph.value_of(last).shape
+        if len(whole) == 3:
+            shape = (*(site.heads or (1, whole[0])), *whole[1:])
+        for method in ["flatten"] * (len(whole) == 3) + ["contiguous"] * site.contiguous:
             node = rewriter.create(**call, before=last, val=graph.like(graph.value_of(last), shape))
-            shape = graph.value_of(last).shape
+            shape = whole
             call = {"op": "call_method", "target": method, "args": (node,), "kwargs": {}}
             call["args"] += (0, 1) if method == "flatten" else ()
         rewriter.set(last, **call)
@@ -120,57 +120,38 @@ class _Builder:
         key = self._attention.key
         if not self._attention.turned:
             return key
-        if swaps_last(key):
-            return key.all_input_nodes[0]
-        *front, inner, columns = graph.value_of(key).shape
-        return self._made("call_method", "transpose", (key, -2, -1), (*front, columns, inner))
+        return key.all_input_nodes[0] if swaps_last(key) else self._made("transpose", key, -2, -1)
 
     def with_heads(self, node: Node, split: bool = True) -> Node:
         """A value with four dimensions: those of three are split into batch and heads, or get one in front."""
-        *front, rows, columns = graph.value_of(node).shape
-        heads = self._attention.heads
+        front, heads = graph.value_of(node).shape[:-2], self._attention.heads
         if len(front) == 2:
             return node
         if not split or not heads or str(*front) == "1":
-            return self._made("call_method", "unsqueeze", (node, 0), (1, *front, rows, columns))
+            return self._made("unsqueeze", node, 0)
         batch, count = heads
-        sizes = (-1, count) if isinstance(count, int) else (batch, -1)
-        return self._made("call_method", "unflatten", (node, 0, sizes), (batch, count, rows, columns))
+        return self._made("unflatten", node, 0, (-1, count) if isinstance(count, int) else (batch, -1))
 
     def mask(self, query: Node) -> Node | None:
         """The sum of all masks; None without one."""
         total: Node | None = None
         for mask in self._attention.masks:
             node = self._with_rows(mask)
-            if mask.fill is None and total is None:
-                total = node
-            elif mask.fill is None:
-                total = self._joined(operator.add, (total, node))
+            if mask.fill is None:
+                total = node if total is None else self._made(operator.add, total, node)
             else:
-                if total is None:
-                    total = self._made("call_method", "new_zeros", (query, ()), (), query)
+                total = total or self._made("new_zeros", query, ())
                 chosen = (mask.fill, total) if mask.where else (total, mask.fill)
-                total = self._joined(torch.where, (node, *chosen))
+                total = self._made(torch.where, node, *chosen)
         return total
 
     def _with_rows(self, mask: Mask) -> Node:
         """A mask with two or four dimensions, as the kernels take it."""
         rank = graph.rank_of(mask.node)
         if rank == 1:
-            return self._made(
-                "call_method", "unsqueeze", (mask.node, 0), (1, *graph.value_of(mask.node).shape)
-            )
+            return self._made("unsqueeze", mask.node, 0)
         return self.with_heads(mask.node, graph.rank_of(mask.step) == 3) if rank == 3 else mask.node
 
-    def _joined(self, target: Any, args: tuple[Any, ...]) -> Node:
-        """A call of an elementwise operator, whose value has the type of the queries."""
-        shapes = [[*reversed(graph.value_of(arg).shape)] for arg in args if isinstance(arg, Node)]
-        sizes = itertools.zip_longest(*shapes, fillvalue=1)
-        shape = [next((size for size in each if str(size) != "1"), 1) for each in sizes]
-        return self._made("call_function", target, args, shape[::-1], self._attention.query)
-
-    def _made(
-        self, op: str, target: Any, args: tuple[Any, ...], shape: Any, like: Node | None = None
-    ) -> Node:
-        val = graph.like(graph.value_of(like or args[0]), shape)
-        return self._rewriter.create(op, target, args, before=self._attention.node, val=val)
+    def _made(self, target: Any, *args: Any) -> Node:
+        op = "call_method" if isinstance(target, str) else "call_function"
+        return self._rewriter.create(op, target, args, before=self._attention.node)

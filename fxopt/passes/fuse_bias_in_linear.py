@@ -64,8 +64,8 @@ class FuseBiasInLinear(ReversibleRewrite[Node]):
         shell, layout = submodules.without_tensors(layer), submodules.layout_of(layer)
         restore = functools.partial(_unfused, path, shell, layout)
         rewriter.replace_module(path, fused.train(layer.training), restore)
-        val, ones = graph.with_size(value, -1, layer.in_features + 1), {"mode": "constant", "value": 1.0}
-        pad = rewriter.create("call_function", F.pad, (value, (0, 1)), ones, before=site, val=val)
+        ones = {"mode": "constant", "value": 1.0}
+        pad = rewriter.create("call_function", F.pad, (value, (0, 1)), ones, before=site)
         rewriter.replace_input(site, value, pad)
         return site
 

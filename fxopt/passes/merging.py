@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxopt import graph, submodules
+from fxopt import submodules
 from fxopt.errors import UndoError
 from fxopt.graph_index import GraphIndex
 from fxopt.obstacles.scaling import channel_dimension
@@ -70,8 +70,7 @@ class Merging(ReversibleRewrite[LayerGroup]):
         layouts = {path: submodules.layout_of(layer) for path, layer in layers.items()}
         rewriter.swap({path: merged}, paths, restore=functools.partial(_split, shells, layouts))
         dimension = channel_dimension(merged)
-        val = graph.with_size(site.node, dimension, _width(merged))
-        node = rewriter.create("call_module", path, (site.value,), before=site.node, val=val)
+        node = rewriter.create("call_module", path, (site.value,), before=site.node)
         start, rest = 0, [slice(None)] * (-1 - dimension)
         for call, layer in zip(site.calls, layers.values(), strict=True):
             part = (node, (Ellipsis, slice(start, start + _width(layer)), *rest))

@@ -97,25 +97,15 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
             shape = graph.shape_of(node.all_input_nodes[0])
             assert shape is not None
             put_packed(rewriter, [str(node.target)], kernel, shape)
+        copies = [
+            (contiguous if is_contiguous(v) else channels_last, v, users) for v, users in site.region.borders
+        ]
+        copies += [(channels_last, value, users) for value, users in site.region.entries]
         made = []
-        for value, users in site.region.borders:
-            first = min(users)
-            made.append(
-                rewriter.create(
-                    "call_function",
-                    contiguous if is_contiguous(value) else channels_last,
-                    (value,),
-                    before=first,
-                    val=graph.like(graph.value_of(value)),
-                )
-            )
+        for layout, value, users in copies:
+            made.append(rewriter.create("call_function", layout, (value,), before=min(users)))
             for user in users:
                 rewriter.replace_input(user, value, made[-1])
-        for value, users in site.region.entries:
-            entry = rewriter.create("call_function", channels_last, (value,), before=min(users))
-            made.append(entry)
-            for user in users:
-                rewriter.replace_input(user, value, entry)
         return [*site.region.convs, *made]
 
 
