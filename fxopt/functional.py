@@ -37,33 +37,13 @@ def _linear(shapes: Shapes, rank: int | None) -> nn.Module:
     return nn.Linear(inputs, outputs, "bias" in shapes)
 
 
-def _conv(kind: Callable[..., nn.Module], rank: int) -> Callable[..., nn.Module]:
-    def make(
-        shapes: Shapes, _: int | None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
-    ) -> nn.Module:
-        given, taken, *size = shapes["weight"]
+def _conv(kind: Callable[..., nn.Module], rank: int, transposed: bool = False) -> Callable[..., nn.Module]:
+    def make(shapes: Shapes, _: int | None, groups: int = 1, **options: Any) -> nn.Module:
+        rows, columns, *size = shapes["weight"]
         if len(size) != rank:
             raise ValueError("its weight has other dimensions")
-        return kind(taken * groups, given, tuple(size), stride, padding, dilation, groups, "bias" in shapes)
-
-    return make
-
-
-def _transposed(kind: Callable[..., nn.Module], rank: int) -> Callable[..., nn.Module]:
-    def make(
-        shapes: Shapes,
-        _: int | None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> nn.Module:
-        taken, given, *size = shapes["weight"]
-        if len(size) != rank:
-            raise ValueError("its weight has other dimensions")
-        options = stride, padding, output_padding, groups, "bias" in shapes, dilation
-        return kind(taken, given * groups, tuple(size), *options)
+        widths = (rows, columns * groups) if transposed else (columns * groups, rows)
+        return kind(*widths, tuple(size), groups=groups, bias="bias" in shapes, **options)
 
     return make
 
@@ -120,7 +100,7 @@ FUNCTIONS: Mapping[str, Function] = {
     "mm": Function("self", {"mat2": "weight"}, _linear, turned=True),
     **{f"conv{n}d": Function("self", _BOTH, _conv(getattr(nn, f"Conv{n}d"), n)) for n in (1, 2, 3)},
     **{
-        f"conv_transpose{n}d": Function("self", _BOTH, _transposed(getattr(nn, f"ConvTranspose{n}d"), n))
+        f"conv_transpose{n}d": Function("self", _BOTH, _conv(getattr(nn, f"ConvTranspose{n}d"), n, True))
         for n in (1, 2, 3)
     },
     "batch_norm": Function("self", {**_BOTH, **_STATISTICS}, _batch_norm),
