@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.fx import Node
@@ -11,6 +13,41 @@ from fxopt import graph
 from fxopt.graph_index import GraphIndex
 from fxopt.obstacles.scaling import LAYERS, scaling_obstacle
 from fxopt.operators import Fact, facts_of, name_of
+
+F = TypeVar("F")
+
+
+def folds(
+    index: GraphIndex,
+    node: Node,
+    value: Node | None,
+    kinds: tuple[type[nn.Module], ...],
+    obstacle: Callable[[Node, Sequence[Node]], str | None],
+    fold: Callable[[Sequence[Node], bool], F],
+    into_behind: bool = True,
+) -> Iterator[F | str]:
+    """The folds of a call that scales and shifts, the better one first, and the reasons why there are no others.
+
+    Args:
+        index: the graph.
+        node: the call.
+        value: what it takes.
+        kinds: the types of the layers.
+        obstacle: says why a layer cannot take that over, of the call of the layer, and the nodes from the first of both calls
+            to the last one.
+        fold: makes a fold, of the calls of the layers, and whether `node` is behind them.
+        into_behind: whether layers behind `node` count, too.
+    """
+    if before := layer_before(index, value, kinds):
+        path = [*before, node]
+        uses = (use_obstacle(one, [other]) for one, other in itertools.pairwise(path))
+        reason = next(filter(None, uses), None) or obstacle(path[0], path)
+        yield reason or fold(path[:1], True)
+    behind = layers_behind(index, node, kinds) if into_behind and value is not None else []
+    if behind:
+        reasons = (obstacle(layer, [node, layer]) for layer in behind)
+        reason = use_obstacle(node, behind) or next(filter(None, reasons), None)
+        yield reason or fold(behind, False)
 
 
 def layer_before(index: GraphIndex, value: Node | None, kinds: tuple[type[nn.Module], ...]) -> list[Node]:

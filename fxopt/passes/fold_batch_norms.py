@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
 from fxopt.obstacles import batch_norm
-from fxopt.obstacles.foldable import (
-    folding_obstacle,
-    layer_before,
-    layer_obstacle,
-    layers_behind,
-    use_obstacle,
-)
+from fxopt.obstacles.foldable import folding_obstacle, folds, layer_obstacle
 from fxopt.passes.folding import Fold, Folding, each_layer_once
 from fxopt.rewriting.explanation import Refusal
 from fxopt.submodules import module_at
 
 Kinds = tuple[type[nn.Module], ...]
-Facts = Callable[[nn.Module], tuple[Tensor, Tensor]]
 
 
 class FoldBatchNorms(Folding):
@@ -67,9 +59,9 @@ class FoldBatchNorms(Folding):
 
     def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
         """Yield the normalizations with the layers to fold them into, each layer at most once."""
-        index, facts = GraphIndex(graph_module), functools.cache(batch_norm.scale_and_shift)
+        index = GraphIndex(graph_module)
         return each_layer_once(
-            (norm, self._folds(index, facts, norm, kind, layers))
+            (norm, self._folds(index, norm, kind, layers))
             for kind, layers in self.layers.items()
             for norm in index.calls_like(kind)
         )
@@ -82,50 +74,40 @@ class FoldBatchNorms(Folding):
         )
 
     def _folds(
-        self, index: GraphIndex, facts: Facts, norm: Node, kind: type[nn.Module], layers: Kinds
+        self, index: GraphIndex, norm: Node, kind: type[nn.Module], layers: Kinds
     ) -> Iterator[Fold | str]:
-        """The folds of a normalization, the better one first, and the reasons why there are no others."""
-        value = graph.input_of(norm, index.module(norm))
-        path = layer_before(index, value, layers)
-        if path:
-            reason = self._obstacle(index, facts, path[0], [*path, norm], kind)
-            yield reason or _fold(index, facts, norm, path[:1], True)
-        behind = layers_behind(index, norm, layers) if self.into_behind else []
-        if behind and value is not None:
-            reasons = (self._obstacle(index, facts, layer, [norm, layer], kind, value) for layer in behind)
-            reason = next(filter(None, reasons), None) or use_obstacle(norm, behind)
-            yield reason or _fold(index, facts, norm, behind, False)
+        value, fold = graph.input_of(norm, index.module(norm)), functools.partial(_fold, index, norm)
+        obstacle = functools.partial(_obstacle, index, norm, kind, value)
+        return folds(index, norm, value, layers, obstacle, fold, self.into_behind)
 
-    def _obstacle(
-        self,
-        index: GraphIndex,
-        facts: Facts,
-        layer: Node,
-        path: Sequence[Node],
-        kind: type[nn.Module],
-        value: Node | None = None,
-    ) -> str | None:
-        """Why a normalization cannot become a part of a layer, with the arguments of `folding_obstacle`."""
-        norm = path[-1] if value is None else path[0]
-        module, beside = index.module(norm), index.module(layer)
-        reason = (
-            _rank_obstacle(index, norm, kind, beside)
-            or layer_obstacle(index, layer)
-            or index.inexact(norm, kind)
-            or batch_norm.statistics_obstacle(beside, module, behind=value is None)
-            or index.removing_obstacle(norm)
-            or batch_norm.weights_obstacle(module)
+
+def _obstacle(
+    index: GraphIndex,
+    norm: Node,
+    kind: type[nn.Module],
+    value: Node | None,
+    layer: Node,
+    path: Sequence[Node],
+) -> str | None:
+    """Why a normalization cannot become a part of a layer; None if it can."""
+    module, beside, behind = index.module(norm), index.module(layer), layer is path[0]
+    return (
+        _rank_obstacle(index, norm, kind, beside)
+        or layer_obstacle(index, layer)
+        or index.inexact(norm, kind)
+        or batch_norm.statistics_obstacle(beside, module, behind)
+        or index.removing_obstacle(norm)
+        or batch_norm.weights_obstacle(module)
+        or folding_obstacle(
+            index, layer, path, *batch_norm.scale_and_shift(module), None if behind else value
         )
-        if reason is None and value is None:
-            uses = (use_obstacle(one, [other]) for one, other in itertools.pairwise(path))
-            reason = next(filter(None, uses), None)
-        return reason or folding_obstacle(index, layer, path, *facts(module), value)
+    )
 
 
-def _fold(index: GraphIndex, facts: Facts, norm: Node, layers: Sequence[Node], behind: bool) -> Fold:
+def _fold(index: GraphIndex, norm: Node, layers: Sequence[Node], behind: bool) -> Fold:
     module = index.module(norm)
     sources, removable = {str(norm.target): module}, index.removable(norm)
-    return Fold((*layers,), norm, behind, *facts(module), 0, sources, removable)
+    return Fold((*layers,), norm, behind, *batch_norm.scale_and_shift(module), 0, sources, removable)
 
 
 def _rank_obstacle(index: GraphIndex, norm: Node, kind: type[nn.Module], layer: nn.Module) -> str | None:

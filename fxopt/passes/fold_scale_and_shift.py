@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -12,13 +12,7 @@ from torch.fx import GraphModule, Node
 from fxopt import graph, submodules
 from fxopt.constants import computed_constant, is_changing
 from fxopt.graph_index import GraphIndex
-from fxopt.obstacles.foldable import (
-    folding_obstacle,
-    layer_before,
-    layer_obstacle,
-    layers_behind,
-    use_obstacle,
-)
+from fxopt.obstacles.foldable import folding_obstacle, folds, layer_obstacle
 from fxopt.obstacles.parameter_constants import constant_obstacle, parts_of
 from fxopt.obstacles.scaling import LAYERS, channel_dimension, channels, wide_dtype
 from fxopt.operators import name_of
@@ -108,21 +102,12 @@ def _constant(graph_module: GraphModule, constant: Node | float) -> Tensor:
 
 
 def _folds(index: GraphIndex, node: Node, value: Node, constant: Node | float) -> Iterator[Fold | str]:
-    """The folds of an operator, the better one first, and the reasons why there are no others."""
-    path = layer_before(index, value, LAYERS)
-    if path:
-        uses = (use_obstacle(one, [other]) for one, other in itertools.pairwise([*path, node]))
-        reason = next(filter(None, uses), None) or _obstacle(index, path[0], [*path, node], value, constant)
-        yield reason or _fold(index, node, path[:1], True, value, constant)
-    behind = layers_behind(index, node, LAYERS)
-    if behind:
-        reasons = (_obstacle(index, layer, [node, layer], value, constant) for layer in behind)
-        reason = use_obstacle(node, behind) or next(filter(None, reasons), None)
-        yield reason or _fold(index, node, behind, False, value, constant)
+    obstacle = functools.partial(_obstacle, index, node, value, constant)
+    return folds(index, node, value, LAYERS, obstacle, functools.partial(_fold, index, node, value, constant))
 
 
 def _fold(
-    index: GraphIndex, node: Node, layers: Sequence[Node], behind: bool, value: Node, constant: Node | float
+    index: GraphIndex, node: Node, value: Node, constant: Node | float, layers: Sequence[Node], behind: bool
 ) -> Fold:
     module = index.graph_module
     paths = [str(part.target) for part in parts_of(constant) if part.op == "get_attr"]
@@ -132,11 +117,18 @@ def _fold(
 
 
 def _obstacle(
-    index: GraphIndex, layer: Node, path: Sequence[Node], value: Node, constant: Node | float
+    index: GraphIndex,
+    node: Node,
+    value: Node,
+    constant: Node | float,
+    layer: Node,
+    path: Sequence[Node],
 ) -> str | None:
     """Why an operator cannot become a part of a layer; None if it can."""
-    behind, node = layer is path[0], path[-1] if layer is path[0] else path[0]
-    reason = layer_obstacle(index, layer) or _write_obstacle(index, node)
+    behind = layer is path[0]
+    reason = layer_obstacle(index, layer)
+    if reason is None and index.memory.writes(node):
+        reason = f"{node.name} writes into what it takes"
     reason = reason or constant_obstacle(index, parts_of(constant))
     if reason:
         return reason
@@ -167,7 +159,3 @@ def _shape_obstacle(
     if not behind and not (checked and graph.value_of(value).shape[dimension] == number):
         return f"{value.name} has fewer channels than the product with the constant"
     return None
-
-
-def _write_obstacle(index: GraphIndex, node: Node) -> str | None:
-    return f"{node.name} writes into what it takes" if index.memory.writes(node) else None
