@@ -64,6 +64,10 @@ class GraphIndex:
         module: nn.Module = self.modules[str(node.target)]
         return module
 
+    def called(self, node: Node) -> nn.Module | None:
+        """Return the module that a node calls; `None` for nodes that call none."""
+        return self.module(node) if node.op == "call_module" else None
+
     def calls_like(self, kind: type[nn.Module]) -> list[Node]:
         """List the nodes that call a module of type `kind` or of a subclass, in graph order."""
         return [n for n in self.nodes if n.op == "call_module" and isinstance(self.module(n), kind)]
@@ -242,7 +246,7 @@ class GraphIndex:
     @functools.cached_property
     def memory(self) -> Memory:
         """Memory of the values: which values share memory, and which nodes write into it."""
-        return Memory(self.graph_module, self.position, self.modules)
+        return Memory(self.graph_module, self.position, self.called)
 
     def _is_container(self, path: str) -> bool:
         """Tell whether the module at `path` only holds others, and belongs to the graph module."""

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,15 +33,18 @@ class Memory:
     Args:
         graph_module: the graph module to describe.
         position: index of each node in graph order.
-        modules: every submodule by qualified name; a module with two names is listed twice.
+        called: gives the module that a node calls, and `None` for other nodes.
     """
 
     def __init__(
-        self, graph_module: GraphModule, position: Mapping[Node, int], modules: Mapping[str, nn.Module]
+        self,
+        graph_module: GraphModule,
+        position: Mapping[Node, int],
+        called: Callable[[Node], nn.Module | None],
     ) -> None:
         self._graph_module = graph_module
         self._position = position
-        self._modules = modules
+        self._called = called
 
     def write_between(self, first: Node, last: Node, value: Node | None = None) -> str | None:
         """Return the reason against moving a computation from `first` to `last`, or from `last` to `first`.
@@ -267,9 +270,6 @@ class Memory:
         return node.op != "call_method" or (
             isinstance(owner, Node) and isinstance(graph.value_of(owner), Tensor)
         )
-
-    def _called(self, node: Node) -> nn.Module | None:
-        return self._modules[str(node.target)] if node.op == "call_module" else None
 
     def _memory(self, node: Node) -> list[int]:
         """The memory that an input of the graph may share: one number for all placeholders."""

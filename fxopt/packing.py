@@ -133,7 +133,7 @@ def kernel_for(
 
 def activation_of(index: GraphIndex, node: Node) -> str | None:
     """The name of the activation that a node computes, if a packed layer can compute it."""
-    module = index.module(node) if node.op == "call_module" else as_module(node)
+    module = index.called(node) or as_module(node)
     named = (name for name in ACTIVATED if same_activation(module, ACTIVATIONS[name].make()))
     found = next(named, None) if len(node.all_input_nodes) == 1 else None
     if module is None or found is None:

@@ -123,7 +123,7 @@ def _has_strides_of_both(value: Node) -> bool:
 
 def _may_copy(index: GraphIndex, node: Node) -> bool:
     """Tell whether the strides of its input decide if the value of a node is a view."""
-    module = index.module(node) if node.op == "call_module" else None
+    module = index.called(node)
     return Fact.COPIES in facts_of(node, module) or name_of(node) == "to"
 
 
@@ -206,7 +206,7 @@ def _is_as_before(index: GraphIndex, node: Node, turned: Mapping[Node, Tensor]) 
         node: a node.
         turned: the descriptions of those inputs that get other strides.
     """
-    module = index.module(node) if node.op == "call_module" else None
+    module = index.called(node)
     facts, before = facts_of(node, module), graph.value_of(node)
     if not isinstance(before, Tensor) or "out" in node.kwargs:
         return False
@@ -244,7 +244,7 @@ def _keeps_layout(index: GraphIndex, node: Node) -> bool:
     value = graph.value_of(node)
     if not isinstance(value, Tensor) or value.dim() not in (3, 4) or "out" in node.kwargs:
         return False
-    module = index.module(node) if node.op == "call_module" else None
+    module = index.called(node)
     name = name_of(node) if module is None else type(module).__name__.lower()
     if name == "zeropad2d":
         return module is not None and not hooks_of(module)

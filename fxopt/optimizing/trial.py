@@ -192,7 +192,7 @@ def _wait(devices: Collection[int | None]) -> None:
 
 def _fault(index: GraphIndex, node: Node, written_input: bool) -> str | None:
     """Why a graph with this node cannot be tried out."""
-    module = index.module(node) if node.op == "call_module" else None
+    module = index.called(node)
     if module is not None and any(map(effects.has_forward_hooks, parts(module))):
         return "a layer has hooks on its forward"
     if effects.draws(node, module):

@@ -104,7 +104,7 @@ class ChangePrecision(ReversibleRewrite[Plan]):
         kept: dict[Node, str] = {}
         calls, reads = ([n for n in index.nodes if n.op == op] for op in ("call_module", "get_attr"))
         for node in (*calls, *reads):
-            module = index.module(node) if node.op == "call_module" else None
+            module = index.called(node)
             paths = [str(node.target)] if module is None else index.names(module)
             matching = {name for name in names if _below(paths, name)}
             unused = unused - matching

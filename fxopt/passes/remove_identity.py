@@ -43,7 +43,7 @@ class RemoveIdentity(ReversibleRewrite[Node]):
         """Yield the nodes that give back what they take."""
         index = GraphIndex(graph_module)
         for node in index.nodes:
-            module = index.module(node) if node.op == "call_module" else None
+            module = index.called(node)
             facts = facts_of(node, module)
             candidate = Fact.VIEW in facts or graph.function_name(node) == "pad"
             if not candidate or node.all_input_nodes[:1] != [graph.first_argument(node)]:
@@ -110,7 +110,7 @@ def _may_change(index: GraphIndex, placeholder: Node, kinds: Collection[str]) ->
 
 def _has_one_dtype(index: GraphIndex, node: Node) -> bool:
     """Tell whether a call is one of a layer of torch's own that takes nothing but the dtype of its weight."""
-    module = index.module(node) if node.op == "call_module" else None
+    module = index.called(node)
     layers = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Embedding
     return isinstance(module, layers) and bool(facts_of(node, module))
 

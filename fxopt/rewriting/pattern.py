@@ -179,7 +179,7 @@ class Pattern(ReversibleRewrite[Found]):
             if reason := index.replacing_obstacle(call, wanted.kinds[name]):
                 return reason
         for node in inside:
-            module = index.module(node) if node.op == "call_module" else None
+            module = index.called(node)
             if module is not None and (reason := index.removing_obstacle(node)):
                 return reason
             if index.memory.writes(node):
@@ -280,7 +280,7 @@ class _Wanted:
                 yield found
 
     def _called(self, wanted: Node, value: Node, found: Found, index: GraphIndex) -> Iterator[Found]:
-        call, module = self._calls[wanted], index.module(value) if value.op == "call_module" else None
+        call, module = self._calls[wanted], index.called(value)
         inside = {**found.inside, wanted: value}
         if isinstance(call, str):
             if (
