@@ -31,7 +31,7 @@ def folds(
     Args:
         index: the graph.
         node: the call.
-        value: what it takes.
+        value: what it takes; None where no layer before counts.
         kinds: the types of the layers.
         obstacle: says why a layer cannot take that over, of the call of the layer, and the nodes from the first of both calls
             to the last one.
@@ -43,7 +43,7 @@ def folds(
         uses = (use_obstacle(one, [other]) for one, other in itertools.pairwise(path))
         reason = next(filter(None, uses), None) or obstacle(path[0], path)
         yield reason or fold(path[:1], True)
-    behind = layers_behind(index, node, kinds) if into_behind and value is not None else []
+    behind = layers_behind(index, node, kinds) if into_behind else []
     if behind:
         reasons = (obstacle(layer, [node, layer]) for layer in behind)
         reason = use_obstacle(node, behind) or next(filter(None, reasons), None)

@@ -78,7 +78,7 @@ class FoldBatchNorms(Folding):
     ) -> Iterator[Fold | str]:
         value, fold = graph.input_of(norm, index.module(norm)), functools.partial(_fold, index, norm)
         obstacle = functools.partial(_obstacle, index, norm, kind, value)
-        return folds(index, norm, value, layers, obstacle, fold, self.into_behind)
+        return folds(index, norm, value, layers, obstacle, fold, self.into_behind and value is not None)
 
 
 def _obstacle(

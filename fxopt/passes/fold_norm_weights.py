@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,9 +11,9 @@ from torch.fx import GraphModule, Node
 
 from fxopt import graph, submodules
 from fxopt.graph_index import GraphIndex
-from fxopt.obstacles.foldable import folding_obstacle, layer_obstacle, layers_behind, use_obstacle
+from fxopt.obstacles.foldable import folding_obstacle, folds, layer_obstacle
 from fxopt.obstacles.scaling import wide_dtype
-from fxopt.passes.folding import Fold, Folding
+from fxopt.passes.folding import Fold, Folding, each_layer_once
 from fxopt.rewriting.explanation import Refusal
 from fxopt.torch_internals import parameters_of
 
@@ -42,21 +43,26 @@ class FoldNormWeights(Folding):
     def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
         """Yield the normalizations before linear layers."""
         index = GraphIndex(graph_module)
-        for kind in NORMS:
-            for node in index.calls_like(kind):
-                layers = layers_behind(index, node, (nn.Linear,))
-                norm: Any = index.module(node)
-                if layers and getattr(norm, "weight", None) is not None:
-                    reason = _obstacle(index, node, kind, layers)
-                    yield Refusal(node, reason) if reason else _fold(node, norm, layers)
+        return each_layer_once(
+            (node, _folds(index, node, kind))
+            for kind in NORMS
+            for node in index.calls_like(kind)
+            if getattr(index.module(node), "weight", None) is not None
+        )
 
 
-def _fold(node: Node, norm: nn.Module, layers: list[Node]) -> Fold:
+def _folds(index: GraphIndex, node: Node, kind: type[nn.Module]) -> Iterator[Fold | str]:
+    obstacle, fold = functools.partial(_obstacle, index, node, kind), functools.partial(_fold, index, node)
+    return folds(index, node, None, (nn.Linear,), obstacle, fold)
+
+
+def _fold(index: GraphIndex, node: Node, layers: Sequence[Node], behind: bool) -> Fold:
     """The layers take over, and the normalization stays without its weight."""
+    norm = index.module(node)
     bare: Any = submodules.without_tensors(norm)
     bare.elementwise_affine = False
     sources = {str(node.target): bare}
-    return Fold((*layers,), node, False, *_weight_and_bias(norm), operand=None, sources=sources)
+    return Fold((*layers,), node, behind, *_weight_and_bias(norm), operand=None, sources=sources)
 
 
 def _weight_and_bias(norm: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -65,23 +71,23 @@ def _weight_and_bias(norm: nn.Module) -> tuple[Tensor, Tensor | None]:
     return weight.detach().to(wide), None if bias is None else bias.detach().to(wide)
 
 
-def _obstacle(index: GraphIndex, node: Node, kind: type[nn.Module], layers: list[Node]) -> str | None:
-    """Why the layers behind a normalization cannot take its weight over; None if they can."""
+def _obstacle(
+    index: GraphIndex, node: Node, kind: type[nn.Module], layer: Node, path: Sequence[Node]
+) -> str | None:
+    """Why a layer behind a normalization cannot take its weight over; None if it can."""
     norm: Any = index.module(node)
-    value = graph.input_of(node, norm)
-    reason = use_obstacle(node, layers) or index.replacing_obstacle(node, kind)
-    if reason or value is None:
+    reason = index.replacing_obstacle(node, kind)
+    if reason or graph.input_of(node, norm) is None:
         return reason or "it does not take one value alone"
     if len(norm.normalized_shape) != 1:
         return f"it normalises the last {len(norm.normalized_shape)} dimensions together"
-    for layer in layers:
-        reason = layer_obstacle(index, layer)
-        weight = index.module(layer).get_parameter("weight") if reason is None else None
-        if weight is not None and weight.shape[1:] != norm.weight.shape:
-            reason = f"{layer.name} takes {weight.shape[1]} features, and the normalization gives {len(norm.weight)}"
-        elif weight is not None and (weight.dtype, weight.device) != (norm.weight.dtype, norm.weight.device):
-            reason = f"its weight is {norm.weight.dtype} on {norm.weight.device}, that of {layer.name} {weight.dtype} on {weight.device}"
-        reason = reason or folding_obstacle(index, layer, [node, layer], *_weight_and_bias(norm))
-        if reason:
-            return reason
-    return None
+    if reason := layer_obstacle(index, layer):
+        return reason
+    weight = submodules.weight_of(index.module(layer))
+    if weight.shape[1:] != norm.weight.shape:
+        return (
+            f"{layer.name} takes {weight.shape[1]} features, and the normalization gives {len(norm.weight)}"
+        )
+    if (weight.dtype, weight.device) != (norm.weight.dtype, norm.weight.device):
+        return f"its weight is {norm.weight.dtype} on {norm.weight.device}, that of {layer.name} {weight.dtype} on {weight.device}"
+    return folding_obstacle(index, layer, path, *_weight_and_bias(norm))
