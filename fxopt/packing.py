@@ -49,14 +49,10 @@ class PackingLinears(ReversibleRewrite[LinearKernel]):
             layer = index.module(node)
             if index.call_sites(layer)[0] is not node or isinstance(layer, PackedLinear):
                 continue
-            value = graph.input_of(node, layer)
-            shape = None if value is None else graph.shape_of(value)
             rounding = not self.preserves_computation
-            found = kernel_for(
-                index, node, nn.Linear, shape, tune=self.tune, rounding=rounding, alone=self.alone
-            )
-            if found.kernel and shape:
-                yield LinearKernel(node, tuple(index.names(layer)), found.kernel, shape)
+            found = kernel_for(index, node, nn.Linear, tune=self.tune, rounding=rounding, alone=self.alone)
+            if found.kernel:
+                yield LinearKernel(node, tuple(index.names(layer)), found.kernel, found.shape)
             else:
                 yield Refusal(node, found.reason)
 
@@ -67,10 +63,11 @@ class PackingLinears(ReversibleRewrite[LinearKernel]):
 
 
 class Found(NamedTuple):
-    """The kernel for a layer; or none, and why."""
+    """The kernel for a layer and the shape of its input; or none, and why; and the times of all, where they were measured."""
 
     kernel: str | None
     reason: str = ""
+    shape: tuple[int, ...] = ()
     seconds: Mapping[str, float] = {}
 
 
@@ -78,7 +75,6 @@ def kernel_for(
     index: GraphIndex,
     node: Node,
     kind: type[nn.Module],
-    shape: Sequence[int] | None,
     *,
     tune: Tune,
     rounding: bool = False,
@@ -90,7 +86,6 @@ def kernel_for(
         index: of the graph.
         node: the call.
         kind: the type that the layer has to be of.
-        shape: of its input, None where it is not known.
         tune: whether to measure, or to take the first kernel that there is, with `known` if nothing says that it is slower.
         rounding: whether it has to be one that rounds the weight.
         alone: whether it has to do without the weight beside the packed one.
@@ -111,6 +106,8 @@ def kernel_for(
         what = f"{_text(weight.shape)}, {weight.dtype}, on {weight.device.type}"
         sizes = "; one that rounds takes a multiple of 64 input features" if rounding else ""
         return Found(None, f"this machine has no kernel for packed weights like its own ({what}{sizes})")
+    value = graph.input_of(node, layer)
+    shape = None if value is None else graph.shape_of(value)
     if shape is None or not all(shape):
         return Found(
             None,
@@ -121,14 +118,16 @@ def kernel_for(
     users = [*node.users]
     activation = activation_of(index, users[0]) if len(users) == 1 else None
     if tune is not True:
-        slower = tune == "known" and is_slower(layer, shape, kernels[0], activation)
-        return Found(None, f"{kernels[0]} was measured as slower") if slower else Found(kernels[0])
+        if tune == "known" and is_slower(layer, shape, kernels[0], activation):
+            return Found(None, f"{kernels[0]} was measured as slower", shape)
+        return Found(kernels[0], shape=shape)
     name, seconds = fastest(layer, shape, rounding=rounding, alone=alone, activation=activation)
-    if name not in kernels:
-        times = ", ".join(f"{kernel} {1e6 * took:.0f} µs" for kernel, took in seconds.items())
-        which = "torch's own kernel" if name == PLAIN else f"{name}'s kernel"
-        return Found(None, f"{which} is the fastest for an input of {_text(shape)}: {times}", seconds)
-    return Found(name, seconds=seconds)
+    if name in kernels:
+        return Found(name, shape=shape, seconds=seconds)
+    times = ", ".join(f"{kernel} {1e6 * took:.0f} µs" for kernel, took in seconds.items())
+    which = "torch's own kernel" if name == PLAIN else f"{name}'s kernel"
+    reason = f"{which} is the fastest for an input of {_text(shape)}: {times}"
+    return Found(None, reason, shape, seconds)
 
 
 def activation_of(index: GraphIndex, node: Node) -> str | None:

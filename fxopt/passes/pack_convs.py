@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -61,31 +61,28 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
 
     def match(self, graph_module: GraphModule) -> Iterator[ConvRegion | Refusal]:
         """Yield the regions that can be in channels_last."""
-        index, kernels, reasons = GraphIndex(graph_module), dict[Node, str](), dict[Node, str]()
-        gain = dict[Node, tuple[float, float]]()
+        index, kernels = GraphIndex(graph_module), dict[Node, str]()
+        seconds = dict[Node, Mapping[str, float]]()
         ranks: dict[type[nn.Module], int] = {nn.Conv1d: 3, nn.Conv2d: 4}
         calls = ((kind, call) for kind in ranks for call in index.calls_like(kind))
         for kind, node in calls:
             layer = index.module(node)
             if isinstance(layer, PackedLayer):
                 continue
-            value = graph.input_of(node, layer)
-            shape = None if value is None else graph.shape_of(value)
-            found = kernel_for(index, node, kind, shape, tune=self.tune)
+            found = kernel_for(index, node, kind, tune=self.tune)
             if len(index.call_sites(layer)) > 1 or len(index.names(layer)) > 1:
-                reasons[node] = "the module is called more than once, or has several names"
-            elif shape and len(shape) != ranks[kind]:
-                reasons[node] = "its input has no batch dimension"
+                yield Refusal(node, "the module is called more than once, or has several names")
+            elif found.shape and len(found.shape) != ranks[kind]:
+                yield Refusal(node, "its input has no batch dimension")
             elif found.kernel or found.seconds:  # a slower one may be worth it between others
                 kernels[node] = found.kernel or min({*found.seconds} - {PLAIN}, key=found.seconds.__getitem__)
-                gain[node] = (found.seconds.get(PLAIN, 1.0), found.seconds.get(kernels[node], 0.0))
+                seconds[node] = found.seconds
             else:
-                reasons[node] = found.reason
-        yield from (Refusal(node, reason) for node, reason in reasons.items())
+                yield Refusal(node, found.reason)
         for region in regions(index, kernels):
             reason = region_obstacle(index, region)
             if reason is None and self.tune is True:
-                reason = _slower(region, gain)
+                reason = _slower(region, kernels, seconds)
             if reason:
                 yield from (Refusal(node, reason) for node in region.convs)
             else:
@@ -109,10 +106,12 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
         return [*site.region.convs, *made]
 
 
-def _slower(region: Region, seconds: dict[Node, tuple[float, float]]) -> str | None:
+def _slower(
+    region: Region, kernels: Mapping[Node, str], seconds: Mapping[Node, Mapping[str, float]]
+) -> str | None:
     """Why a region is not faster with packed layers, by the times of its layers and of the copies at its borders."""
-    plain = sum(seconds[node][0] for node in region.convs)
-    packed = sum(seconds[node][1] for node in region.convs)
+    plain = sum(seconds[node][PLAIN] for node in region.convs)
+    packed = sum(seconds[node][kernels[node]] for node in region.convs)
     copied = [value for value, _ in region.borders if is_contiguous(value)]
     inside = {*region.nodes}
     firsts = [node.all_input_nodes[0] for node in region.convs]
