@@ -56,14 +56,13 @@ class FoldPadding(Pattern):
             UndoError: the zeros of a larger kernel were changed.
         """
         wide, high = max(left, right), max(top, bottom)
-        rows, columns = new.weight.shape[2:]
-        inner = new.weight[..., high - top : rows - high + bottom, wide - left : columns - wide + right]
+        inner = functional.pad(new.weight, (left - wide, right - wide, top - high, bottom - high))
         if inner.count_nonzero() != new.weight.count_nonzero():
             raise UndoError("the zeros that were added to its kernel have changed")
         old = without_tensors(new)
         old.padding = (new.padding[0] - high, new.padding[1] - wide)
         old.kernel_size = tuple(inner.shape[2:])
-        vars(old)[PARAMETERS] = parameters_of(new) | {"weight": with_values(new.weight, inner.clone())}
+        vars(old)[PARAMETERS] = parameters_of(new) | {"weight": with_values(new.weight, inner)}
         return old  # type: ignore[no-any-return]
 
     def refuses(self, x: Any, left: int, right: int, top: int, bottom: int, conv: Any) -> str | None:
