@@ -18,13 +18,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxopt.packed_operators import Kernel, Packed, available, finished, of_pixels, padding_of
-from fxopt.submodules import without_tensors
-from fxopt.torch_internals import (
-    PARAMETERS,
-    is_transforming,
-    parameters_of,
-    version_of,
-)
+from fxopt.submodules import with_parameters
+from fxopt.torch_internals import is_transforming, parameters_of, version_of
 
 
 class PackedLayer(nn.Module):
@@ -107,21 +102,16 @@ def packed_layer(layer: nn.Module, kernel: str, shape: Sequence[int]) -> nn.Modu
         kernel: one of `kernels_for(layer)`.
         shape: of the inputs to expect.
     """
-    packed = without_tensors(layer)
+    packed = with_parameters(layer, parameters_of(layer))
     packed.__class__ = PACKED[type(layer)]
-    packed.__dict__ |= {
-        PARAMETERS: dict(parameters_of(layer)),
-        "kernel": kernel,
-        "packed_for": tuple(shape),
-    }
+    vars(packed).update(kernel=kernel, packed_for=tuple(shape))
     return packed
 
 
 def plain_layer(packed: Any) -> nn.Module:
     """The layer that a packed one is made of, with the parameters that it has now."""
-    plain: nn.Module = without_tensors(packed)
+    plain: nn.Module = with_parameters(packed, parameters_of(packed))
     plain.__class__ = _PLAIN[type(packed)]
-    vars(plain)[PARAMETERS] = parameters_of(packed)
     return plain
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from fxopt import torch_internals as internals
 from fxopt.activations import ACTIVATIONS
 from fxopt.memory_formats import with_strides_of_channels_last
-from fxopt.submodules import without_tensors
+from fxopt.submodules import with_parameters
 
 EPILOGUES: Mapping[str, tuple[str, str]] = {
     "gelu": ("gelu", "none"),
@@ -386,12 +386,11 @@ def _works(layer: nn.Module, kernel: Kernel, shape: tuple[int, ...], dtype: torc
     """Tell whether a kernel computes what the plain layer does, as far as the dtype tells."""
     value = torch.linspace(-1, 1, torch.Size(shape).numel(), dtype=dtype).reshape(shape)
     with torch.no_grad():
-        plain = without_tensors(layer)
-        vars(plain)[internals.PARAMETERS] = {
+        parameters = {
             n: nn.Parameter(torch.linspace(-1, 1, p.numel(), dtype=dtype).reshape(p.shape), False)
-            for n, p in internals.parameters_of(layer).items()
-            if p is not None
+            for n, p in layer.named_parameters()
         }
+        plain = with_parameters(layer, parameters)
         try:
             run, bias = kernel.pack(plain, shape).run, plain.get_parameter("bias")
             found = run(bias, value, None, "relu", False)

@@ -18,7 +18,7 @@ from fxopt.packed_operators import ACTIVATED
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.torch_internals import PARAMETERS, parameters_of
+from fxopt.torch_internals import parameters_of
 from fxopt.tuning import PLAIN, fastest, is_slower
 
 Tune = bool | Literal["known"]
@@ -151,9 +151,8 @@ def put_packed(rewriter: Rewriter, paths: Sequence[str], kernel: str, shape: Seq
 
 def _unpacked(shell: nn.Module, now: Mapping[str, Any], left: object) -> dict[str, nn.Module]:
     """The plain layer in the place of a packed one, with the weights that it has now."""
-    layer, (packed, *_) = submodules.without_tensors(shell), now.values()
-    vars(layer)[PARAMETERS] = dict(parameters_of(packed))
-    return dict.fromkeys(now, layer)
+    packed, *_ = now.values()
+    return dict.fromkeys(now, submodules.with_parameters(shell, parameters_of(packed)))
 
 
 def _text(shape: Sequence[int]) -> str:

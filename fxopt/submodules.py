@@ -150,6 +150,13 @@ def without_tensors(module: M) -> M:
     return shell
 
 
+def with_parameters(module: M, parameters: Mapping[str, Tensor | None]) -> M:
+    """The same with other parameters."""
+    made = without_tensors(module)
+    vars(made)[PARAMETERS] = dict(parameters)
+    return made
+
+
 def with_values(tensor: Tensor, values: Tensor) -> Tensor:
     """`values` as what `tensor` is: a parameter with the same `requires_grad`, or a plain tensor."""
     return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from fxopt.activations import ACTIVATIONS
 from fxopt.kernels import kernels_for, packed_layer
 from fxopt.memory_formats import channels_last
-from fxopt.submodules import without_tensors
-from fxopt.torch_internals import PARAMETERS, parameters_of
+from fxopt.submodules import with_parameters
+from fxopt.torch_internals import parameters_of
 from fxopt.version import __version__
 
 PLAIN = "plain"
@@ -192,14 +192,11 @@ def _measure(
 
 
 def _random_layer(layer: nn.Module, generator: torch.Generator) -> nn.Module:
-    copy = without_tensors(layer)
-    vars(copy)[PARAMETERS] = {
-        name: p
-        if p is None
-        else nn.Parameter(torch.empty_like(p).uniform_(-0.5, 0.5, generator=generator), False)
-        for name, p in parameters_of(layer).items()
+    drawn = {
+        name: nn.Parameter(torch.empty_like(p).uniform_(-0.5, 0.5, generator=generator), False)
+        for name, p in layer.named_parameters()
     }
-    return copy
+    return with_parameters(layer, parameters_of(layer) | drawn)
 
 
 def _times(runs: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, float]:

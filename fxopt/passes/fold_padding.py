@@ -11,8 +11,8 @@ from torch.nn import functional
 from fxopt.errors import UndoError
 from fxopt.packed_operators import padding_of
 from fxopt.rewriting.pattern import Pattern
-from fxopt.submodules import with_values, without_tensors
-from fxopt.torch_internals import PARAMETERS, parameters_of
+from fxopt.submodules import with_parameters, with_values
+from fxopt.torch_internals import parameters_of
 
 _FEW = 4  # input channels of a group, up to which one more row and column of weights cost less than a copy of the image
 
@@ -39,14 +39,13 @@ class FoldPadding(Pattern):
     def replacement(self, x: Tensor, left: int, right: int, top: int, bottom: int, conv: Any) -> Any:
         """Convolve with more padding."""
         wide, high = max(left, right), max(top, bottom)
-        padded, parameters = without_tensors(conv), dict(parameters_of(conv))
+        padded = with_parameters(conv, parameters_of(conv))
         own = padding_of(conv) or [0, 0]
         padded.padding = (own[0] + high, own[1] + wide)
         if (left, top) != (right, bottom):
             grown = functional.pad(conv.weight, (wide - left, wide - right, high - top, high - bottom))
             padded.kernel_size = tuple(grown.shape[2:])
-            parameters["weight"] = with_values(conv.weight, grown)
-        vars(padded)[PARAMETERS] = parameters
+            padded.weight = with_values(conv.weight, grown)
         return padded(x)
 
     def inverse(self, new: Any, left: int, right: int, top: int, bottom: int) -> nn.Module:
@@ -59,10 +58,9 @@ class FoldPadding(Pattern):
         inner = functional.pad(new.weight, (left - wide, right - wide, top - high, bottom - high))
         if inner.count_nonzero() != new.weight.count_nonzero():
             raise UndoError("the zeros that were added to its kernel have changed")
-        old = without_tensors(new)
+        old = with_parameters(new, parameters_of(new) | {"weight": with_values(new.weight, inner)})
         old.padding = (new.padding[0] - high, new.padding[1] - wide)
         old.kernel_size = tuple(inner.shape[2:])
-        vars(old)[PARAMETERS] = parameters_of(new) | {"weight": with_values(new.weight, inner)}
         return old  # type: ignore[no-any-return]
 
     def refuses(self, x: Any, left: int, right: int, top: int, bottom: int, conv: Any) -> str | None:
