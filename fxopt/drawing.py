@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxopt.errors import FxoptError
-from fxopt.graph import source_line
+from fxopt.graph import NUMBERS, source_line
 from fxopt.rewriting.record import MARKS, find_record
 
 _STYLE = """\
@@ -29,8 +29,6 @@ _LEVELS = ("#f8fafc", "#eef2f7")
 _COLLAPSED, _WEIGHTS, _LAYER = "#ddd6fe", "#bfdbfe", "#fed7aa"
 _OTHERS = {"placeholder": "#cbd5e1", "output": "#cbd5e1", "get_attr": "#f1f5f9"}
 _LONGEST = 36
-# Values that are no tensors, and hold none; they are not drawn.
-_PLAIN = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.device, torch.dtype, torch.Size)
 _WRITTEN = (int, float, str, torch.dtype)
 _Stack = tuple[tuple[str, str], ...]
 
@@ -115,7 +113,7 @@ def _is_left_out(node: Node) -> bool:
     """Tell whether a node only checks inputs, or computes a number, a size or a device."""
     if "val" in node.meta:
         checks = node.op == "call_module" and not node.users and node.is_impure()
-        return checks or isinstance(node.meta["val"], _PLAIN)
+        return checks or isinstance(node.meta["val"], NUMBERS)
     return node.target is getattr or node.target == "size"
 
 

@@ -206,8 +206,7 @@ def _is_plain(value: object) -> bool:
     """Tell whether a value is a tensor or a number, or a tuple or list of such."""
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
-    plain = (Tensor, int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.device, torch.dtype)
-    return isinstance(value, plain)
+    return isinstance(value, (Tensor, *graph.NUMBERS))
 
 
 def _check_body(body: GraphModule) -> None:

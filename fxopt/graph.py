@@ -26,6 +26,9 @@ from fxopt.torch_internals import (
 
 T = TypeVar("T", bound=Hashable)
 
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size, torch.dtype, torch.device)
+"""The types of values that are no tensors and hold none: numbers, and what describes tensors."""
+
 
 def input_of(node: Node, module: nn.Module) -> Node | None:
     """The node that a one-input module is called with, by position or by keyword; `None` if unclear."""

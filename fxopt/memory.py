@@ -299,10 +299,9 @@ def _viewed(node: Node) -> Collection[Node]:
 
 def _is_number(node: Node) -> bool:
     """Tell whether the value of `node` is a number, a dtype, or a shape, which has no memory that could be written."""
-    return isinstance(graph.value_of(node), _NUMBERS)
+    return isinstance(graph.value_of(node), graph.NUMBERS)
 
 
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size, torch.dtype, torch.device)
 _JOINING: tuple[Any, ...] = (operator.add, operator.mul)
 
 
