@@ -8,7 +8,7 @@ import inspect
 import operator
 import os
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -78,6 +78,12 @@ def function_name(node: Node) -> str:
     if node.op not in ("call_function", "call_method"):
         return ""
     return str(getattr(node.target, "__name__", node.target)).split(".")[0]
+
+
+def use_obstacle(node: Node, users: Collection[Node]) -> str | None:
+    """Name the users of a node other than these; `None` if there are none."""
+    others = [user.name for user in node.users if user not in users]
+    return f"{node.name} is also used by {', '.join(others)}" if others else None
 
 
 def value_of(node: Node) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from fxopt.graph import input_of
+from fxopt.graph import input_of, use_obstacle
 from fxopt.memory import Memory, storage_of
 from fxopt.operators import hooks_of
 from fxopt.submodules import attribute, is_plain, prefixes, split_path
@@ -155,9 +155,8 @@ class GraphIndex:
             last: the later node, which uses `first`.
             value: the only input of `first` that the new node reads; by default, the new node reads all.
         """
-        others = [user.name for user in first.users if user is not last]
-        if others:
-            return f"{first.name} is also used by {', '.join(others)}"
+        if reason := use_obstacle(first, [last]):
+            return reason
         values = [value] if value is not None else first.all_input_nodes or [first]
         reasons = (self.memory.write_between(first, last, each) for each in values)
         return next(filter(None, reasons), None)

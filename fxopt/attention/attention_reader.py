@@ -134,9 +134,7 @@ class AttentionReader:
         if place[0] in self._read:
             raise Obstacle(f"{place[0].name} is the product of another attention")
         for node, following in itertools.pairwise(place):
-            others = [user.name for user in node.users if user is not following]
-            if others:
-                raise Obstacle(f"{node.name} is also used by {', '.join(others)}")
+            stop(graph.use_obstacle(node, [following]))
             written = self._index.memory.written_by(node)
             if written and not (len(written) == 1 and written[0] in place):
                 raise Obstacle(f"{node.name} may write into what is no part of the attention")

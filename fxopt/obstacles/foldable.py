@@ -110,8 +110,8 @@ def folding_obstacle(
 
 def use_obstacle(node: Node, layers: Iterable[Node]) -> str | None:
     """Name a user of `node` that is none of `layers`, and takes more than its shape or dtype; None if there is none."""
-    others = [user.name for user in node.users if user not in layers and not _only_describes(user, node)]
-    return f"{node.name} is also used by {', '.join(others)}" if others else None
+    describing = (user for user in node.users if _only_describes(user, node))
+    return graph.use_obstacle(node, [*layers, *describing])
 
 
 def _keeps_last(node: Node) -> bool:

@@ -164,8 +164,8 @@ def _obstacle(index: GraphIndex, found: Formula) -> str | None:
         written = index.memory.written_by(node)
         if written is None or not inside.issuperset(written):
             return f"{node.name} writes into what is used elsewhere"
-        if others := [user.name for user in node.users if user not in inside and node is not found.node]:
-            return f"{node.name} is also used by {', '.join(others)}"
+        if node is not found.node and (reason := graph.use_obstacle(node, inside)):
+            return reason
         if reason := index.memory.write_between(node, found.node, found.root):
             return reason
     return None

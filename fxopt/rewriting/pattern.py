@@ -187,8 +187,8 @@ class Pattern(ReversibleRewrite[Found]):
             if effects.draws(node, module):
                 return f"{node.name} draws random numbers"
         for node in inside - {found.node}:
-            if others := [user.name for user in node.users if user not in inside]:
-                return f"{node.name} is also used by {', '.join(others)}"
+            if reason := graph.use_obstacle(node, inside):
+                return reason
             for value in node.all_input_nodes:
                 if reason := index.memory.write_between(node, found.node, value):
                     return reason
