@@ -205,9 +205,11 @@ class GraphIndex:
         """Return the reason against removing the call `node` of a module, whose weights a pass may read before.
 
         The method covers the module: hooks, direct reads of its attributes, writes into its statistics and weights. It does
-        not compare values: the new value must equal the value of `node`.
+        not compare values: the new value must equal the value of `node`. There is none for a node that calls no module.
         """
-        module = self.module(node)
+        module = self.called(node)
+        if module is None:
+            return None
         writer = self.memory.writer_of(module)
         reason = self._unusual(module) or self._read_directly(str(node.target))
         if reason is None and writer:

@@ -62,8 +62,7 @@ class ScoreReader:
     def _read_step(self, scores: Scores, source: Node, step: Node) -> None:
         """Take note of the work of one step after the product of queries and keys."""
         name = step_name(self._index, step)
-        if step.op == "call_module":
-            stop(self._index.removing_obstacle(step))
+        stop(self._index.removing_obstacle(step))
         if "dropout" in name:
             if not self._index.memory.is_pure(step) and graph.argument(step, "p") != 0:
                 raise Obstacle(f"{step.name} is active: the model is in training mode")

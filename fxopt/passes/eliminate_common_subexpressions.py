@@ -71,10 +71,8 @@ class EliminateCommonSubexpressions(ReversibleRewrite[Duplicate]):
 def _obstacle(index: GraphIndex, node: Node, earlier: Node, returned: set[Node]) -> str | None:
     """Why `node` stays; else `earlier` joins `returned` if the graph returns it in the place of `node`."""
     memory = index.memory
-    if node.op == "call_module":
-        reason = index.removing_obstacle(node) or index.removing_obstacle(earlier)
-        if reason:
-            return reason
+    if reason := index.removing_obstacle(node) or index.removing_obstacle(earlier):
+        return reason
     for value in (node, earlier, *node.all_input_nodes):
         writer = memory.written(value)
         if writer:

@@ -38,9 +38,8 @@ class EliminateDeadCode(ReversibleRewrite[Node]):
         """Yield the nodes that nothing needs, the last one first."""
         index, dead = GraphIndex(graph_module), set[Node]()
         for node in reversed(index.nodes):
-            if not index.memory.is_pure(node) or not dead.issuperset(node.users):
-                continue
-            if node.op != "call_module" or not index.removing_obstacle(node):
+            needless = index.memory.is_pure(node) and dead.issuperset(node.users)
+            if needless and not index.removing_obstacle(node):
                 dead.add(node)
                 yield node
 

@@ -159,7 +159,7 @@ def _obstacle(index: GraphIndex, found: Formula) -> str | None:
     """Why a formula cannot become one call."""
     inside = {*found.inside}
     for node in found.inside:
-        if node.op == "call_module" and (reason := index.removing_obstacle(node)):
+        if reason := index.removing_obstacle(node):
             return reason
         written = index.memory.written_by(node)
         if written is None or not inside.issuperset(written):

@@ -179,12 +179,11 @@ class Pattern(ReversibleRewrite[Found]):
             if reason := index.replacing_obstacle(call, wanted.kinds[name]):
                 return reason
         for node in inside:
-            module = index.called(node)
-            if module is not None and (reason := index.removing_obstacle(node)):
+            if reason := index.removing_obstacle(node):
                 return reason
             if index.memory.writes(node):
                 return f"{node.name} writes, or has another effect"
-            if effects.draws(node, module):
+            if effects.draws(node, index.called(node)):
                 return f"{node.name} draws random numbers"
         for node in inside - {found.node}:
             if reason := graph.use_obstacle(node, inside):
