@@ -14,11 +14,9 @@ from fxopt.torch_internals import backward_hooks_of
 
 
 def parts_of(constant: Node | float) -> list[Node]:
-    """The nodes that a constant is made of."""
-    if not isinstance(constant, Node):
-        return []
-    found = [part for each in constant.all_input_nodes for part in parts_of(each)]
-    return list(dict.fromkeys([*found, constant]))
+    """The nodes that a constant is made of, and itself at the end."""
+    start = [constant] if isinstance(constant, Node) else []
+    return [*graph.reached(start, lambda node: node.all_input_nodes)][::-1]
 
 
 def constant_obstacle(index: GraphIndex, parts: Sequence[Node]) -> str | None:
