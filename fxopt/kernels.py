@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fxopt.packed_operators import Kernel, Packed, available, finished, of_pixels, padding_of
+from fxopt.packed_operators import Kernel, Packed, available, finished, of_pixels, pads_zeros
 from fxopt.submodules import with_parameters
 from fxopt.torch_internals import is_transforming, parameters_of, version_of
 
@@ -124,20 +124,16 @@ def kernels_for(layer: nn.Module, *, rounding: bool = False, alone: bool = False
         alone: leave out those that need the weight beside the packed one.
     """
     weight = parameters_of(layer).get("weight")
-    if weight is None or weight.device.type != "cpu" or not weight.numel() or not _has_padding(layer):
+    if weight is None or weight.device.type != "cpu" or not weight.numel() or not pads_zeros(layer):
         return []
-    kernels = available(type(layer))
-    fitting = {
-        name: kernel
-        for name, kernel in kernels.items()
+    return [
+        name
+        for name, kernel in available(type(layer)).items()
         if weight.dtype in kernel.dtypes
         and weight.shape[1] % kernel.multiple == 0
         and (not kernel.pixels or of_pixels(layer))
-    }
-    return [
-        name
-        for name, kernel in fitting.items()
-        if (rounding or not kernel.rounds) and (kernel.alone or not alone)
+        and (rounding or not kernel.rounds)
+        and (kernel.alone or not alone)
     ]
 
 
@@ -259,13 +255,6 @@ def _holds(packed: Packed, weight: Tensor) -> bool:
     """Tell whether a weight is what was packed: a write that leaves no trace may have come between."""
     unpacked = None if packed.unpack is None else packed.unpack()
     return unpacked is not None and unpacked.dtype is weight.dtype and torch.equal(unpacked, weight)
-
-
-def _has_padding(layer: nn.Module) -> bool:
-    """Tell whether the padding of a convolution is one that kernels do themselves."""
-    if not isinstance(layer, nn.Conv1d | nn.Conv2d):
-        return True
-    return layer.padding_mode == "zeros" and (layer.padding != "same" or padding_of(layer) is not None)
 
 
 def _after_fork() -> None:

@@ -115,6 +115,13 @@ def padding_of(layer: nn.Conv1d | nn.Conv2d) -> list[int] | None:
     return [int(each) for each in layer.padding]
 
 
+def pads_zeros(layer: nn.Module) -> bool:
+    """Tell whether a layer pads by zeros, and opposite sides alike; true where it pads nothing."""
+    if not isinstance(layer, nn.Conv1d | nn.Conv2d):
+        return True
+    return layer.padding_mode == "zeros" and padding_of(layer) is not None
+
+
 def _onednn_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
     # For a single row oneDNN chooses another layout than for all others, which it reads more slowly, a single row, too.
     rows = max(16, int(torch.Size(shape[:-1]).numel()))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fxopt.errors import UndoError
-from fxopt.packed_operators import padding_of
+from fxopt.packed_operators import padding_of, pads_zeros
 from fxopt.rewriting.pattern import Pattern
 from fxopt.submodules import with_parameters, with_values
 from fxopt.torch_internals import parameters_of
@@ -67,7 +67,7 @@ class FoldPadding(Pattern):
         """Say why a convolution cannot pad so, or would be slower."""
         if min(left, right, top, bottom) < 0:
             return "it crops"
-        if conv.padding_mode != "zeros" or padding_of(conv) is None:
+        if not pads_zeros(conv):
             return "the convolution itself pads with other values, or opposite sides differently"
         if (left, top) == (right, bottom):
             return None
