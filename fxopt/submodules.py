@@ -213,14 +213,16 @@ def find(graph_module: GraphModule, path: str) -> Any:
 def place(owner: nn.Module, path: str, value: Any) -> None:
     """Put a module, parameter or buffer below `owner` under the last part of `path`; None takes away what is there."""
     _, name = split_path(path)
-    registries = (modules_of(owner), parameters_of(owner), buffers_of(owner))
-    wanted: Any = modules_of(owner) if isinstance(value, nn.Module) else parameters_of(owner)
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        wanted = buffers_of(owner)
-    for registry in registries:
-        if registry is not wanted or value is None:
-            registry.pop(name, None)
-    if value is not None:
+    registries = {
+        nn.Module: modules_of(owner),
+        nn.Parameter: parameters_of(owner),
+        Tensor: buffers_of(owner),
+    }
+    wanted = next((held for kind, held in registries.items() if isinstance(value, kind)), None)
+    for held in registries.values():
+        if held is not wanted:
+            held.pop(name, None)
+    if wanted is not None:
         wanted[name] = value
 
 
