@@ -91,12 +91,10 @@ def computed_constant(graph_module: GraphModule, node: Node, known: dict[Node, A
         if node.op == "get_attr":
             held = attribute(graph_module, str(node.target))
             known[node] = held.detach() if isinstance(held, nn.Parameter) else held.clone()
-        elif node.op == "call_method":
-            known[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        elif node.op == "call_module":
-            known[node] = graph_module.get_submodule(str(node.target))(*args, **kwargs)
-        elif callable(node.target):
-            known[node] = node.target(*args, **kwargs)
+        else:
+            called = node.op == "call_module"
+            module = submodules.module_at(graph_module, str(node.target)) if called else None
+            known[node] = graph.called_with(node, module, args, kwargs)
     return known[node]
 
 

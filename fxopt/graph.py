@@ -8,7 +8,7 @@ import inspect
 import operator
 import os
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -95,6 +95,14 @@ def value_of(node: Node) -> Any:
         if isinstance(parts, tuple | list) and isinstance(key, int):
             return parts[key]
     return value
+
+
+def called_with(node: Node, module: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call gives for other arguments; `module` is what a `call_module` node calls."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    function: Any = node.target if module is None else module
+    return function(*args, **kwargs)
 
 
 def branches_of(target: Any) -> list[Any]:

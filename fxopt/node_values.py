@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxopt import submodules
-from fxopt.graph import describing, value_of
+from fxopt.graph import called_with, describing, value_of
 from fxopt.torch_internals import FakeTensor, pytree
 
 
@@ -65,11 +65,8 @@ def described(graph_module: GraphModule, node: Node) -> Any:
     try:
         with describing(fakes[0]), torch.no_grad():
             args, kwargs = map_arg(node.args, known), map_arg(node.kwargs, known)
-            if node.op == "call_function":
-                target: Any = node.target
-                return target(*args, **kwargs)
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            if node.op != "call_module":
+                return called_with(node, None, args, kwargs)
             module = submodules.module_at(graph_module, str(node.target))
             tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
             mode = fakes[0].fake_mode

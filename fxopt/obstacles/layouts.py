@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import Node
@@ -233,9 +232,8 @@ def _is_as_before(index: GraphIndex, node: Node, turned: Mapping[Node, Tensor]) 
 def value_with(node: Node, module: nn.Module | None, turned: Mapping[Node, Tensor]) -> Tensor:
     """The description of a node's value where some of its inputs have other strides."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda each: turned.get(each, graph.value_of(each)))
-    function: Any = getattr(Tensor, str(node.target)) if node.op == "call_method" else module or node.target
     with graph.describing(graph.value_of(node)):
-        found: Tensor = function(*args, **kwargs)
+        found: Tensor = graph.called_with(node, module, args, kwargs)
     return found
 
 
