@@ -171,12 +171,11 @@ def _restored(before: Tensor, now: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _insert(rewriter: Rewriter, cast: Cast, dtype: torch.dtype) -> None:
     """One cast before its first user, for all its users."""
-    value, user, to = cast.value, cast.users[0], dtype if cast.down else torch.float32
-    val = graph.like(graph.value_of(value), dtype=to)
+    value, user = cast.value, cast.users[0]
     if cast.down:
-        node = rewriter.create("call_function", saturate, (value, dtype), before=user, val=val)
+        node = rewriter.create("call_function", saturate, (value, dtype), before=user)
     else:
-        node = rewriter.create("call_method", "to", (value, torch.float32), before=user, val=val)
+        node = rewriter.create("call_method", "to", (value, torch.float32), before=user)
     for each in cast.users:
         rewriter.replace_input(each, value, node)
 
