@@ -216,7 +216,7 @@ class Counts(Remove):
 
 
 @pytest.mark.parametrize(
-    ("pass_", "text"), [(Calls(), "called another"), (Counts("1"), "changed its signature")]
+    ("pass_", "text"), [(Calls(), "called another"), (Counts("1"), "changed its own signature")]
 )
 def test_what_apply_must_not_do_is_an_error(pass_, text):
     graph_module = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fxopt.errors import PassError
-from fxopt.rewriting.edits import Edit, Swapped, as_data
+from fxopt.rewriting.edits import Edit, Swapped
 from fxopt.rewriting.fingerprint import fingerprint
 from fxopt.rewriting.record import MARKS, Step, marked_nodes, orders_of, set_steps, steps_of
 from fxopt.rewriting.snapshot import Snapshot, Writes
@@ -29,8 +29,7 @@ class Attempt:
     """
 
     def __init__(self, pass_: Any, graph_module: GraphModule, method: str = "transform") -> None:
-        self._pass, self._method, self._graph_module = pass_, method, graph_module
-        self._signature, self._name = pass_.signature, repr(pass_)
+        self._pass, self._method, self._signature = pass_, method, pass_.signature
         self.fingerprint, self.snapshot = fingerprint(graph_module), Snapshot(graph_module)
         self._written: dict[str, tuple[Tensor, Tensor]] = {}  # by name, with the values of before
         self.writes = Writes(self.snapshot, self._keep)
@@ -47,7 +46,7 @@ class Attempt:
     ) -> None:
         if error is not None:
             self.take_back()
-            error.add_note(f"raised by {self._name} in {self._method}()")
+            error.add_note(f"raised by {self._pass!r} in {self._method}()")
 
     def take_back(self) -> None:
         """Bring the graph module back; its nodes are copies of those that it had where they were erased."""
@@ -69,33 +68,43 @@ class Attempt:
         if self._method == "transform":
             check_promise(self._pass, result, self.snapshot.steps)
 
-    def note(self, result: GraphModule, edits: Sequence[Edit]) -> None:
-        """Add the application to the history, if it changed something."""
+    def note(
+        self,
+        result: GraphModule,
+        edits: Sequence[Edit],
+        marked: Sequence[Node] | None = None,
+        *,
+        orders: dict[str, list[str]] | None = None,
+        **facts: Any,
+    ) -> None:
+        """Add the application to the history, if it changed something.
+
+        Args:
+            result: what it gave.
+            edits: what it changed, as data.
+            marked: the nodes that it marked; by default, those with its mark that had none before.
+            orders: the orders of the record; by default, as they are.
+            facts: other fields of the step.
+        """
         standing, inner = self.standing(result)
-        marked = [
-            node.name
-            for node in marked_nodes(result, self._signature)
-            if self._signature not in self.snapshot.meta(node.name).get(MARKS, ())
-        ]
-        after, data = fingerprint(result), [as_data(edit, keep=False) for edit in edits]
+        if marked is None:
+            marked = [
+                node
+                for node in marked_nodes(result, self._signature)
+                if self._signature not in self.snapshot.meta(node.name).get(MARKS, ())
+            ]
+        after, data = fingerprint(result), [*edits]
         if self._written or (after != self.fingerprint and not edits):
             data.append(Swapped({}, None, False))  # more than is known
         if data or marked or inner:
-            step = Step.of(
-                self._pass,
-                marked,
-                sites=len(marked) or 1,
-                edits=tuple(data),
-                before=self.fingerprint,
-                after=after,
-                parts=tuple(inner),
-            )
-            standing.append(step)
-        set_steps(result, standing, orders_of(result) or self.snapshot.orders)
+            facts = {"sites": len(marked) or 1, "before": self.fingerprint, "after": after, **facts}
+            names = [node.name for node in marked]
+            standing.append(Step.of(self._pass, names, edits=tuple(data), parts=tuple(inner), **facts))
+        set_steps(result, standing, orders or orders_of(result) or self.snapshot.orders)
 
     def standing(self, result: GraphModule) -> tuple[list[Step], list[Step]]:
         """The steps in the record of the result: those of before, and those that were applied inside."""
-        present = steps_of(result) or steps_of(self._graph_module)
+        present = steps_of(result) or steps_of(self.snapshot.graph_module)
         earlier = {step.key for step in self.snapshot.steps}
         return [s for s in present if s.key in earlier], [s for s in present if s.key not in earlier]
 

@@ -11,18 +11,10 @@ from torch.fx import GraphModule, Node
 from fxopt import submodules
 from fxopt.errors import PassError, UndoError, UnverifiedWarning, VerificationWarning, warn
 from fxopt.rewriting import undoing
-from fxopt.rewriting.attempt import (
-    Applied,
-    Attempt,
-    check_log,
-    check_promise,
-    found_by,
-    nodes_of,
-)
+from fxopt.rewriting.attempt import Applied, Attempt, check_log, found_by, nodes_of
 from fxopt.rewriting.edits import as_data
 from fxopt.rewriting.explanation import Explanation, Refusal, Row, Site, node_of
-from fxopt.rewriting.fingerprint import fingerprint
-from fxopt.rewriting.record import Step, mark, set_steps
+from fxopt.rewriting.record import mark
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.snapshot import Snapshot, refuse_writes
 from fxopt.rewriting.transformation import ReversibleTransformation, Transformation, check_graph_module
@@ -124,34 +116,19 @@ class Rewrite(Transformation, Generic[S]):
         with Attempt(self, graph_module) as attempt:
             rewriter = Rewriter(graph_module, self.signature)
             explanation, nodes = self._rewrite_sites(rewriter, attempt.snapshot, verify)
-            if self.signature != rewriter.signature:
-                raise PassError(
-                    f"apply of {self!r} changed its signature; keep results out of its attributes"
-                )
+            attempt.check(graph_module)
             if self.reversible and (names := attempt.snapshot.parted()):
                 raise PassError(
                     f"apply of {self!r} parts {' and '.join(names)}, which are one tensor: give all of them one new tensor, "
                     "or refuse layers with shared weights, as GraphIndex.obstacle does"
                 )
-            check_promise(self, graph_module, attempt.snapshot.steps)
             marked = [node for node in dict.fromkeys(nodes) if not is_erased(node)]
             for node in marked:
-                mark(node, rewriter.signature)
-            if rewriter.log or marked:
-                step = Step.of(
-                    self,
-                    [node.name for node in marked],
-                    sites=len(explanation.sites),
-                    edits=tuple(as_data(edit, self.reversible) for edit in rewriter.log),
-                    before=attempt.fingerprint,
-                    after=fingerprint(graph_module),
-                    by_hand=False,
-                )
-                set_steps(
-                    graph_module,
-                    [*attempt.snapshot.steps, step],
-                    rewriter.orders_before(attempt.snapshot.orders),
-                )
+                mark(node, self.signature)
+            edits = [as_data(edit, self.reversible) for edit in rewriter.log]
+            orders = rewriter.orders_before(attempt.snapshot.orders)
+            sites = len(explanation.sites)
+            attempt.note(graph_module, edits, marked, orders=orders, sites=sites, by_hand=False)
         return graph_module, attempt.take_back
 
     def _rewrite_sites(

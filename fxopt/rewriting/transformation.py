@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from fxopt.errors import PassError, UnverifiedWarning, VerificationWarning, warn
 from fxopt.rewriting import undoing
 from fxopt.rewriting.attempt import Applied, Attempt
+from fxopt.rewriting.edits import as_data
 from fxopt.rewriting.record import MARKS, find_record, mark, marked_nodes, unmark
 from fxopt.rewriting.signature import stable_text
 from fxopt.rewriting.verification import Verifier, Verify
@@ -126,7 +127,7 @@ class Transformation(abc.ABC):
                 return graph_module, lambda: None
             for where, why in verifier.unverified.items() if verify is not False else ():
                 warn(f"{self!r} could not be verified{where and f' at {where}'}: {why}", UnverifiedWarning)
-            attempt.note(result, edits)
+            attempt.note(result, [as_data(edit, keep=False) for edit in edits])
         return result, attempt.take_back
 
 
