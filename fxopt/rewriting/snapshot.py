@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -212,32 +213,50 @@ class Snapshot:
 
     def past(self, log: Sequence[Edit]) -> str | None:
         """Name a change since that is not in the log of a rewriter; None if all changes are."""
-        logged = dict[str, NodeState | None]()
-        for edit in log:
-            if isinstance(edit, NodeEdit):
-                known = logged.get(edit.name) or (self.state(edit.name) if edit.name in self._rows else None)
-                if edit.before and known and (fields := known.differs(edit.before)):
-                    return f"{' and '.join(fields)} of the node {edit.name}"
-                logged[edit.name] = edit.after
-            elif isinstance(edit, Redirect):
-                for user in edit.users:
-                    state = logged[user] if user in logged else self.state(user)
-                    logged[user] = state and renamed(state, edit.old, edit.new)
-        found = {edit.name: edit.after for edit in self._node_edits(self.graph_module)}
-        for name in found | logged:
-            before = self.state(name) if name in self._rows else None
-            node, told = found.get(name, before), logged.get(name, before)
-            if node is None or told is None:
-                if node is not told:
-                    return f"the node {name}, which it {'erased' if node is None else 'made'}"
-            elif fields := told.differs(node):
-                return f"{' and '.join(fields)} of the node {name}"
-        put, set_ = dict[str, Any](), set[str]()
+        if node := self.past_nodes(log, self.graph_module):
+            return node
+        put, paths = dict[str, Any](), set[str]()
         for edit in reversed(log):
             after = edit.after if isinstance(edit, Swap) else {}
             put |= {path: value for path, value in after.items() if not is_inside(path, put)}
-            set_.update(after)
-        return self._past_modules(put, set_)
+            paths.update(after)
+        return self._past_modules(put, paths)
+
+    def past_nodes(self, log: Iterable[Edit], result: GraphModule, *, by_others: bool = False) -> str | None:
+        """Name a node of `result` that is not as these changes leave those of that time; None if all are.
+
+        Args:
+            log: the changes.
+            result: the graph module, or another that was made of it.
+            by_others: whether others have changed the same nodes, too, and numbers may be of another type.
+        """
+        logged = dict[str, NodeState | None]()
+
+        def before(name: str) -> NodeState | None:
+            return self.state(name) if name in self._rows else None
+
+        for edit in log:
+            if isinstance(edit, NodeEdit):
+                known, after = logged.get(edit.name, before(edit.name)), edit.after
+                if edit.before and known:
+                    if not by_others and (fields := known.differs(edit.before)):
+                        return f"{' and '.join(fields)} of the node {edit.name}"
+                    changed = {field: getattr(after, field) for field in edit.fields if after}
+                    after = after and dataclasses.replace(known, **changed)
+                logged[edit.name] = after
+            elif isinstance(edit, Redirect):
+                for user in edit.users:
+                    state = logged.get(user, before(user))
+                    logged[user] = state and renamed(state, edit.old, edit.new)
+        found = {edit.name: edit.after for edit in self._node_edits(result)}
+        for name in found | logged:
+            node, told = found.get(name, before(name)), logged.get(name, before(name))
+            if node is None or told is None:
+                if node is not told:
+                    return f"the node {name}, which it {'erased' if node is None else 'made'}"
+            elif not (by_others and told == node) and (fields := told.differs(node)):
+                return f"{' and '.join(fields)} of the node {name}"
+        return None
 
     def _past_modules(self, put: Mapping[str, Any], paths: Collection[str]) -> str | None:
         """Name a change of modules beside the values that a rewriter put in the end, and all paths where it put some."""

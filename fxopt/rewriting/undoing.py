@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from fxopt.errors import UndoError
 from fxopt.rewriting.attempt import Applied, Attempt
-from fxopt.rewriting.edits import NodeEdit, NodeState, conflicts
+from fxopt.rewriting.edits import NodeEdit, conflicts
 from fxopt.rewriting.fingerprint import fingerprint
 from fxopt.rewriting.playback import play_back
 from fxopt.rewriting.record import (
@@ -161,28 +161,19 @@ def _check_exact(
     pass_: Any, attempt: Attempt, result: GraphModule, undone: Sequence[Step], steps: Sequence[Step]
 ) -> None:
     """Raise an UndoError if a hand-written `reverse` gives back another graph than there was."""
-    nodes = {name: attempt.snapshot.state(name) for name in attempt.snapshot.nodes}
-    for step in reversed(undone):
-        if step.edits is None:
-            return
-        for edit in reversed(step.edits):
-            if isinstance(edit, NodeEdit) and edit.before is None:
-                nodes.pop(edit.name, None)
-            elif isinstance(edit, NodeEdit) and edit.before is not None:
-                old = {field: getattr(edit.before, field) for field in edit.fields}
-                nodes[edit.name] = (
-                    dataclasses.replace(nodes[edit.name], **old) if edit.name in nodes else edit.before
-                )
-    now = {node.name: NodeState.of(node) for node in result.graph.nodes}
-    wrong = [
-        n
-        for n in nodes | now
-        if n not in nodes or n not in now or (nodes[n] != now[n] and nodes[n].differs(now[n]))
+    if any(step.edits is None for step in undone):
+        return
+    back = [
+        dataclasses.replace(edit, before=edit.after, after=edit.before)
+        for step in reversed(undone)
+        for edit in reversed(step.edits or ())
+        if isinstance(edit, NodeEdit)
     ]
+    wrong = attempt.snapshot.past_nodes(back, result, by_others=True)
     exact = attempt.fingerprint == undone[-1].after and [*steps[-len(undone) :]] == [*undone]
     # A hand-written reverse may leave numbers of another type, and modules in another order.
     if wrong or (exact and fingerprint(result).split()[1] != undone[0].before.split()[1]):
-        where = f", as {', '.join(wrong[:3])} shows" if wrong else ""
+        where = f": {wrong}" if wrong else ""
         raise UndoError(f"{pass_!r} cannot be undone: {_INEXACT} by {type(pass_).__name__}.reverse{where}")
 
 
