@@ -128,14 +128,13 @@ def tensors_of(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     for path, value in values.items():
         if isinstance(value, Tensor):
             yield path, value
-        else:
-            for part, module in (
-                value.named_modules(remove_duplicate=False) if modules_of(value) else [("", value)]
-            ):
-                prefix = f"{path}.{part}." if part else f"{path}."
+        elif isinstance(value, nn.Module):
+            nested = modules_of(value)  # what follows gives the same of a single layer, slowly
+            named = value.named_modules(prefix=path, remove_duplicate=False) if nested else [(path, value)]
+            for part, module in named:
                 for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
                     if tensor is not None:
-                        yield prefix + name, tensor
+                        yield f"{part}.{name}".lstrip("."), tensor
 
 
 M = TypeVar("M", bound=nn.Module)

@@ -123,7 +123,7 @@ def _bytes_of_weights(index: GraphIndex, node: Node) -> int:
 
     parts = [each for each in graph.reached([node], made_of) if each.op in ("get_attr", "call_module")]
     held = {path: submodules.find(index.graph_module, path) for path in map(str, (n.target for n in parts))}
-    tensors = submodules.tensors_of({path: value for path, value in held.items() if value is not None})
+    tensors = submodules.tensors_of(held)
     return sum({id(tensor): tensor.nbytes for _, tensor in tensors}.values())
 
 

@@ -15,7 +15,7 @@ from fxopt import effects, graph, operators
 from fxopt.operators import Fact
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Swap
 from fxopt.rewriting.snapshot import Snapshot
-from fxopt.submodules import is_inside
+from fxopt.submodules import is_inside, tensors_of
 
 AROUND = 24
 """How many nodes around a site are run with it."""
@@ -258,11 +258,7 @@ def _is_inexact(node: Node) -> bool:
 
 def weights_of(value: Any) -> Iterator[Tensor]:
     """The tensor itself, or the parameters and buffers of a module."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, nn.Module):
-        yield from value.parameters()
-        yield from value.buffers()
+    return (tensor for _, tensor in tensors_of({"": value}))
 
 
 def _leaves(state: NodeState) -> list[Any]:

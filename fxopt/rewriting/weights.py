@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from fxopt.errors import UndoError
 from fxopt.operators import hooks_of
-from fxopt.submodules import with_values, without_tensors
-from fxopt.torch_internals import REGISTRIES, buffers_of, modules_of, parameters_of
+from fxopt.submodules import tensors_of, with_values, without_tensors
+from fxopt.torch_internals import REGISTRIES, modules_of
 
 PROVENANCE = "fxopt_rewritten_by"
 """The attribute of a module that a pass made: the signatures of the passes that made it what it is."""
@@ -75,12 +75,12 @@ class Left:
     @classmethod
     def of(cls, value: Any) -> Left:
         """Describe a module or tensor."""
-        facts = {n: (tuple(t.shape), t.dtype, t.device, t.requires_grad) for n, t in _tensors(value)}
+        facts = {n: (tuple(t.shape), t.dtype, t.device, t.requires_grad) for n, t in tensors_of({"": value})}
         return cls(type(value), provenance(value), facts, getattr(value, "training", False), _kept(value))
 
     def fits(self, value: Any) -> bool:
         """Tell whether `value` may be the module or tensor itself; its values, dtype and flags may have changed."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(value)}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of({"": value})}
         left = {name: facts[0] for name, facts in self.tensors.items()}
         same = type(value) is self.kind and provenance(value) == self.made_by and shapes == left
         return same and _kept(value) == self.options
@@ -141,7 +141,7 @@ def copied(values: Mapping[str, Any], tensors: Mapping[int, Tensor] | None = Non
     """
     memo: dict[int, Any] = dict(tensors or {})
     if tensors is None:
-        memo = {id(t): with_values(t, t.detach().clone()) for v in values.values() for _, t in _tensors(v)}
+        memo = {id(t): with_values(t, t.detach().clone()) for _, t in tensors_of(values)}
     return {path: _copy(value, memo) for path, value in values.items()}
 
 
@@ -156,27 +156,11 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
     return shell
 
 
-def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield "", value
-    elif isinstance(value, nn.Module) and not modules_of(value):  # what follows gives the same, slowly
-        yield from (
-            (n, t)
-            for held in (parameters_of(value), buffers_of(value))
-            for n, t in held.items()
-            if t is not None
-        )
-    elif isinstance(value, nn.Module):
-        yield from value.named_parameters(remove_duplicate=False)
-        yield from value.named_buffers(remove_duplicate=False)
-
-
 def _digest(values: Mapping[str, Any]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for path, value in values.items():
-        for name, tensor in _tensors(value):
-            digest.update(f"{path}.{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            if not tensor.is_meta:
-                flat = tensor.detach().cpu().contiguous().flatten()
-                digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    for name, tensor in tensors_of(values):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        if not tensor.is_meta:
+            flat = tensor.detach().cpu().contiguous().flatten()
+            digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     return digest.hexdigest()
