@@ -338,7 +338,7 @@ def last(traced: GraphModule) -> Any:
     [
         (lambda traced: setattr(traced.get_submodule("0"), "activation", _another()), "0.activation differs"),
         (lambda traced: setattr(traced.get_submodule("0"), "config", Config(5)), "0.config differs"),
-        (lambda traced: setattr(traced.get_submodule("0"), "__class__", OtherLinear), "modules: "),
+        (lambda traced: setattr(traced.get_submodule("0"), "__class__", OtherLinear), "0.class differs"),
         (lambda traced: setattr(last(traced), "target", _another()), "targets: "),
         (lambda traced: last(traced).meta.update(fxopt_marks=("Pass()",)), "marks: "),
     ],

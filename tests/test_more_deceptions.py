@@ -269,13 +269,13 @@ def _other_call(gm: GraphModule) -> None:
     [
         (_other_call, "inner: nodes: "),
         (lambda gm: next(iter(gm.inner.graph.nodes)).meta.update(fxopt_marks=("P",)), "inner: marks: "),
-        (lambda gm: gm.layer.register_buffer("left", None), "names: .*'layer', 'left'"),
-        (lambda gm: gm.register_module("left", None), "names: .*'', 'left'"),
+        (lambda gm: gm.layer.register_buffer("left", None), "layer._buffers.left differs"),
+        (lambda gm: gm.register_module("left", None), "_modules.left differs"),
         (
             lambda gm: gm.layer._forward_hooks.update(
                 dict.fromkeys(gm.layer._forward_hooks, functools.partial(_hook, 2))
             ),
-            "hooks: ",
+            "layer._forward_hooks.* differs",
         ),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,19 +13,17 @@ from torch.fx import Graph, GraphModule
 from fxopt.compare import first_difference, same
 from fxopt.objects import tensors_in
 from fxopt.outputs import same_bits
-from fxopt.rewriting.edits import ADDRESS
 from fxopt.rewriting.record import MARKS, RECORD
-from fxopt.torch_internals import COMPILED, REGISTRIES
+from fxopt.torch_internals import COMPILED
 
 
 def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
     """Assert that `after` is `before` again: nothing of a rewrite is left, and nothing is lost.
 
-    Compared are, of the graph and of those inside it, the nodes (names, order, operations, targets, arguments, marks of passes, and the values that their metadata
-    describes, unless a pickle has dropped those), the modules
-    (names, order, types, options, training flags), their hooks and other attributes, parameters and buffers (names, order, values bit for
-    bit, dtype, device, strides, `requires_grad`, persistence, and which of them are the same tensor), and the
-    generated code.
+    Compared are, of the graph and of those inside it, the nodes (names, order, operations, targets, arguments, marks of passes,
+    and the values that their metadata describes, unless a pickle has dropped those), the modules (names, order, types, options,
+    training flags), their hooks and other attributes, parameters and buffers (names, order, values bit for bit, dtype, device,
+    strides, `requires_grad`, persistence, and which of them are the same tensor), and the generated code.
 
     Args:
         before: a deep copy of the graph module, made before the pass.
@@ -47,43 +44,27 @@ def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
         9
     """
     views: dict[str, Callable[[GraphModule], Any]] = {
-        "nodes": _nodes,
+        "nodes": lambda gm: [node.format_node() or f"output {node.args}" for node in gm.graph.nodes],
         "targets": lambda gm: [node.target for node in gm.graph.nodes],
         "marks": lambda gm: [(node.name, node.meta.get(MARKS, ())) for node in gm.graph.nodes],
         "metadata": _described if _described(after) else lambda gm: [],  # which pickles drop
         "code": lambda gm: gm.code,
     }
-    of_all: dict[str, Callable[[GraphModule], Any]] = {
-        "modules": _modules,
-        "names": _names,
-        "hooks": _hooks,
-        "tensors": _tensor_facts,
-        "ties": _ties,
-        "state_dict": lambda gm: list(gm.state_dict()),
-    }
-    problems = _problems(before, after, views | of_all)
-    inner = dict(after.named_modules())
-    for path, graph in before.named_modules():
-        if path and isinstance(graph, GraphModule) and isinstance(inner.get(path), GraphModule):
-            problems += _problems(graph, inner[path], views, f"{path}: ")
-    problems += [f"attributes: {name} differs" for name in _changed_attributes(before, after)]
-    kept, others = dict(_tensors(before)), dict(_tensors(after))
-    changed = (name for name in kept if name in others and not same_bits(kept[name], others[name]))
-    problems += [f"values: {name} differs" for name in changed]
+    others, problems = dict(after.named_modules(remove_duplicate=False)), list[str]()
+    for path, module in before.named_modules(remove_duplicate=False):
+        other, where = others.get(path), f"{path}: " if path else ""
+        if isinstance(module, GraphModule) and isinstance(other, GraphModule):
+            seen = ((name, view(module), view(other)) for name, view in views.items())
+            problems += [
+                f"{where}{name}: {first_difference(*two)}" for name, *two in seen if two[0] != two[1]
+            ]
+        if other is not None and path != RECORD:  # which names the graph module itself
+            problems += (f"{place} differs" for place in _differences(path, _held(module), _held(other)))
+    if _ties(before) != _ties(after):
+        problems.append(f"ties: {first_difference(_ties(before), _ties(after))}")
     if problems:
         raise AssertionError("the round trip is not exact:\n  " + "\n  ".join(problems))
-    return sum(tensor.numel() for tensor in kept.values())
-
-
-def _problems(
-    before: GraphModule, after: Any, views: dict[str, Callable[[GraphModule], Any]], where: str = ""
-) -> list[str]:
-    seen = ((name, view(before), view(after)) for name, view in views.items())
-    return [f"{where}{name}: {first_difference(old, new)}" for name, old, new in seen if old != new]
-
-
-def _nodes(gm: GraphModule) -> list[str]:
-    return [node.format_node() or f"output {node.args}" for node in gm.graph.nodes]
+    return sum(tensor.numel() for tensor in dict(_tensors(before)).values())
 
 
 def _described(gm: GraphModule) -> list[tuple[str, str, object]]:
@@ -96,81 +77,61 @@ def _described(gm: GraphModule) -> list[tuple[str, str, object]]:
     ]
 
 
-def _modules(gm: GraphModule) -> list[tuple[str, type, str, bool]]:
-    return [
-        # Each graph module has a class of its own.
-        (name, GraphModule if isinstance(m, GraphModule) else type(m), m.extra_repr(), m.training)
-        for name, m in gm.named_modules(remove_duplicate=False)
-    ]
-
-
-def _names(gm: GraphModule) -> list[tuple[str, str]]:
-    """The names that modules have for parameters, buffers and modules, those of nothing, too."""
-    tables = REGISTRIES[:3]
-    return sorted(
-        (name, key)
-        for name, module in gm.named_modules(remove_duplicate=False)
-        for table in tables
-        for key in vars(module)[table]
-    )
-
-
-def _hooks(gm: GraphModule) -> list[tuple[str, str, list[Any]]]:
-    """The hooks of each module: functions as they are, which a deep copy keeps, other callables by their types."""
-    return [
-        (name, table, [*map(_hook, hooks.values())])
-        for name, module in gm.named_modules(remove_duplicate=False)
-        for table, hooks in vars(module).items()
-        if table in _OF_EVERY_MODULE and "hooks" in table and hooks
-    ]
-
-
-def _hook(hook: Any) -> Any:
-    if isinstance(hook, functools.partial):
-        return _hook(hook.func), ADDRESS.sub("", repr((hook.args, hook.keywords)))
-    return hook if inspect.isfunction(hook) else type(hook)
+def _held(module: nn.Module) -> dict[str, Any]:
+    """All that a module has, but for caches: the private attributes of a graph module are some, which a run fills."""
+    is_graph = isinstance(module, GraphModule)
+    caches = _OF_EVERY_GRAPH_MODULE if is_graph else _CACHES
+    kept = {
+        key: value
+        for key, value in vars(module).items()
+        if key in _OF_EVERY_MODULE or not (key in caches or (is_graph and key.startswith("_")))
+    }
+    return {"class": _kind(module), **dict(sorted(kept.items()))}
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_GRAPH_MODULE = frozenset(vars(GraphModule(nn.Module(), Graph())))
 # Of packed layers and of `torch.compile`, which a copy does not have.
 _CACHES = {"_packed", COMPILED}
-_OF_EVERY_GRAPH_MODULE = frozenset(vars(GraphModule(nn.Module(), Graph())))
 
 
-def _changed_attributes(before: GraphModule, after: GraphModule) -> Iterator[str]:
-    """The attributes of modules that are no parameters, buffers, modules or hooks, and that differ."""
-    others = dict(after.named_modules(remove_duplicate=False))
-    for name, module in before.named_modules(remove_duplicate=False):
-        if name in others and name != RECORD:  # which names the graph module itself
-            left, right = _attributes(module), _attributes(others[name])
-            for key in sorted(left.keys() | right.keys()):
-                if key not in left or key not in right or not _same(left[key], right[key]):
-                    yield f"{name}.{key}" if name else key
+def _differences(place: str, left: Any, right: Any) -> Iterator[str]:
+    """The places at which a value and its deep copy differ."""
+    one, other = _parts(left), _parts(right)
+    if _kind(left) is not _kind(right):
+        yield place
+    elif one is not None and other is not None:
+        for key in {**one, **other}:
+            values = one.get(key, _ABSENT), other.get(key, _ABSENT)
+            yield from _differences(f"{place}.{key}".lstrip("."), *values)
+        if one.keys() == other.keys() and [*one] != [*other]:
+            yield f"the order of {place}"
+    elif isinstance(left, Tensor):
+        if _facts(left) != _facts(right) or not same_bits(left, right):
+            yield place
+    elif not same(left, right):
+        yield place
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    if isinstance(module, GraphModule):  # its private ones are caches, which a run fills
-        return {
-            key: value
-            for key, value in vars(module).items()
-            if key not in _OF_EVERY_GRAPH_MODULE and not key.startswith("_")
-        }
-    return {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE | _CACHES}
+_ABSENT = object()
 
 
-def _same(left: Any, right: Any) -> bool:
-    """Tell whether an attribute and its deep copy agree."""
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, Tensor):
-        return same_bits(left, right) and left.stride() == right.stride()
-    if isinstance(left, dict):
-        return [*left] == [*right] and all(_same(item, right[key]) for key, item in left.items())
-    if isinstance(left, tuple | list):
-        return len(left) == len(right) and all(map(_same, left, right))
-    if hasattr(left, "to_dict"):  # of transformers, where equality asks for private attributes, too
-        return same(left.to_dict(), right.to_dict())
-    return same(left, right)
+def _kind(value: Any) -> type:
+    """The type; each graph module has a class of its own."""
+    return GraphModule if isinstance(value, GraphModule) else type(value)
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """The parts of a value; None where it has none. Modules are compared where they have a name."""
+    if isinstance(value, nn.Module):
+        return {}
+    if isinstance(value, tuple | list):
+        return dict(enumerate(value))
+    if isinstance(value, functools.partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
+    if hasattr(value, "to_dict"):  # of transformers, where equality asks for private attributes, too
+        return dict(value.to_dict())
+    return value if isinstance(value, dict) else None
 
 
 def _tensors(gm: GraphModule) -> list[tuple[str, Tensor]]:
@@ -178,13 +139,10 @@ def _tensors(gm: GraphModule) -> list[tuple[str, Tensor]]:
     return [*parameters, *gm.named_buffers(remove_duplicate=False)]
 
 
-def _tensor_facts(gm: GraphModule) -> list[tuple[str, str, bool, object]]:
-    return [(name, type(t).__name__, t.requires_grad, _facts(t)) for name, t in _tensors(gm)]
-
-
 def _facts(tensor: Tensor) -> tuple[object, ...]:
     strides = [*map(_size, tensor.stride())] if tensor.layout == torch.strided else None
-    return tensor.dtype, tensor.device, [*map(_size, tensor.shape)], strides
+    sizes = [*map(_size, tensor.shape)]
+    return tensor.dtype, tensor.device, sizes, strides, tensor.requires_grad
 
 
 def _size(size: int | torch.SymInt) -> object:
