@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import keyword
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,8 +33,7 @@ def check_node(names: Names, op: str, target: Any, args: Any, kwargs: Mapping[st
         args: of the node, with a `Reference` for each node among them.
         kwargs: of the node.
     """
-    for argument in (*args, *kwargs.values()):
-        _check_argument(names, argument)
+    _check_arguments(names, (*args, *kwargs.values()))
     for name in kwargs:
         check_name(name)
     if op == "call_function":
@@ -71,34 +70,38 @@ def check_name(name: Any) -> None:
 
 def check_value(names: Names, value: Any) -> None:
     """Raise Refused where a layer or an object would call, in the place of a method, what only nodes may, or layers of a class."""
-    if isinstance(value, dict):
-        value = [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            check_value(names, item)
-        return
-    makes_layers = isinstance(value, type) and issubclass(value, torch.nn.Module | Transformation)
-    if (makes_layers or any(value is each for each in _BY_NODES)) and not _is_trusted(names, value):
-        raise Refused(f"{qualified_name(value)} as a value, which could be called in the place of a method")
+    for part in parts(value):
+        makes_layers = isinstance(part, type) and issubclass(part, torch.nn.Module | Transformation)
+        if (makes_layers or any(part is each for each in _BY_NODES)) and not _is_trusted(names, part):
+            raise Refused(
+                f"{qualified_name(part)} as a value, which could be called in the place of a method"
+            )
 
 
-def _is_trusted(names: Names, value: Any) -> bool:
-    return names.trusted.get(qualified_name(value)) is value
-
-
-def _check_argument(names: Names, value: Any) -> None:
-    """The code has a value as it reads; no other kind may stand there, as a module that describes itself as it likes."""
+def parts(value: Any) -> Iterator[Any]:
+    """The values in nested containers, keys too, that are no containers themselves."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, slice):
         value = [value.start, value.stop, value.step]
     if isinstance(value, list | tuple | set | frozenset):
         for item in value:
-            _check_argument(names, item)
-    elif isinstance(value, type):
-        check_value(names, value)
-    elif not isinstance(value, _PLAIN) and not _is_trusted(names, value):
-        raise Refused(f"a {type(value).__name__} as an argument of a node")
+            yield from parts(item)
+    else:
+        yield value
+
+
+def _is_trusted(names: Names, value: Any) -> bool:
+    return names.trusted.get(qualified_name(value)) is value
+
+
+def _check_arguments(names: Names, values: tuple[Any, ...]) -> None:
+    """The code has a value as it reads; no other kind may stand there, as a module that describes itself as it likes."""
+    for part in parts(values):
+        if isinstance(part, type):
+            check_value(names, part)
+        elif not isinstance(part, _PLAIN) and not _is_trusted(names, part):
+            raise Refused(f"a {type(part).__name__} as an argument of a node")
 
 
 def _check_function(names: Names, target: Any, args: Any, kwargs: Mapping[str, Any]) -> None:

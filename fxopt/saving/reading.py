@@ -21,7 +21,7 @@ from fxopt.rewriting.record import MARKS, PassRecord, Step, set_steps
 from fxopt.rewriting.transformation import Transformation
 from fxopt.rewriting.weights import Keep
 from fxopt.saving.allowed import Names, Refused, within
-from fxopt.saving.calls import check_name, check_node, check_path, check_value
+from fxopt.saving.calls import check_name, check_node, check_path, check_value, parts
 from fxopt.saving.expressions import is_arithmetic
 from fxopt.saving.kinds import (
     ANNOTATIONS,
@@ -180,7 +180,8 @@ class Reader:
                 f"{path}.{name}".removeprefix(".")
                 for path, owner in modules.items()
                 for name, value in {**vars(owner), **parameters_of(owner), **buffers_of(owner)}.items()
-                if name not in no_attributes(owner) and not _holds_callables(value)
+                if name not in no_attributes(owner)
+                and not any(map(callable, parts(value)))  # which a graph would get into its hands
             },
         }
         for data in entry["nodes"]:
@@ -207,15 +208,6 @@ class Reader:
         marks = self.read(data["marks"])
         node.meta = {key: origin[key] for key in ORIGIN if key in origin} | ({MARKS: marks} if marks else {})
         return node
-
-
-def _holds_callables(value: Any) -> bool:
-    """Tell whether a value is or holds a layer, a function or a class, which a graph would get into its hands."""
-    if isinstance(value, dict):
-        value = [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
-        return any(map(_holds_callables, value))
-    return callable(value)
 
 
 _SIZES: dict[type, str] = {SizeGuard: "condition", TensorSpec: "shape", NumberSpec: "value"}
