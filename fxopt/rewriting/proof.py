@@ -130,12 +130,9 @@ class _Run:
 
 def _run(function: Callable[..., Any], drawn: Mapping[str, Any], trains: bool) -> _Run:
     given = copy.deepcopy(dict(drawn))
-    wide_values = {name: _wide(value) for name, value in copy.deepcopy(dict(drawn)).items()}
     with torch.no_grad():
         own = function(**given)
-        with Float64():
-            wide = function(**wide_values)
-    gradients = _gradients(function, drawn) if trains else None
+    wide, gradients = _in_float64(function, drawn, trains)
     inputs = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     one = own if isinstance(own, Tensor) else torch.empty(0)
     shares = {(name, "memory") for name, value in inputs.items() if storage_of(value) == storage_of(one)}
@@ -149,19 +146,23 @@ def strides_of(value: Tensor) -> list[int]:
     return [number_of(step) for step, size in sizes if number_of(size) > 1]
 
 
-def _gradients(function: Callable[..., Any], drawn: Mapping[str, Any]) -> list[Tensor]:
+def _in_float64(
+    function: Callable[..., Any], drawn: Mapping[str, Any], trains: bool
+) -> tuple[Any, list[Tensor]]:
+    """The result in float64, and the gradients that the inputs get from it in training."""
     given = {name: _wide(value) for name, value in copy.deepcopy(dict(drawn)).items()}
     for layer in (value for value in given.values() if isinstance(value, nn.Module)):
         layer.requires_grad_(False)  # a replacement changes copies of weights
     inputs = [v.requires_grad_() for v in given.values() if isinstance(v, Tensor) and v.is_floating_point()]
-    with torch.enable_grad(), Float64():
+    with torch.set_grad_enabled(trains), Float64():
+        # A function may write into its inputs, which it may not into leaves.
         out = function(
             **{n: v * 1 if isinstance(v, Tensor) and v.requires_grad else v for n, v in given.items()}
         )
-        if not (isinstance(out, Tensor) and out.requires_grad and inputs):
-            return [torch.zeros_like(each) for each in inputs]
-        found = torch.autograd.grad(out.sin().sum(), inputs, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+        found: Sequence[Tensor | None] = [None] * len(inputs)
+        if inputs and isinstance(out, Tensor) and out.requires_grad:
+            found = torch.autograd.grad(out.sin().sum(), inputs, allow_unused=True)
+    return out, [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
 
 
 def _difference(truth: _Run, made: _Run) -> str | None:
