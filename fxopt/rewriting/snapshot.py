@@ -59,6 +59,9 @@ _KEPT = (*_TABLES, NON_PERSISTENT, *(name for name in vars(nn.Module()) if name.
 """The attributes of each module in which torch keeps what a module holds, and hooks."""
 
 
+_ABSENT = object()
+
+
 class _Module(NamedTuple):
     """A module, its attributes, and the contents of those that hold something, at that time."""
 
@@ -86,25 +89,20 @@ class _Module(NamedTuple):
         """The qualified name of an attribute."""
         return f"{self.path}.{name}" if self.path else name
 
-    def changed(self) -> Iterator[str]:
-        """The qualified names of the modules, parameters and buffers that are not what they were."""
-        for table in _TABLES:
-            now, before = vars(self.module).get(table), self.contents.get(table, {})
-            if isinstance(now, dict) and not _same(now, before):
-                names = (name for name in before | now if now.get(name) is not before.get(name))
-                yield from (self.place(name) for name in names if name != RECORD)
-
-    def other_change(self) -> str | None:
-        """A change of hooks or options, in words."""
-        now = vars(self.module)
+    def changes(self) -> Iterator[str]:
+        """The modules, parameters and buffers that are not what they were, by qualified name; of hooks and options, a text."""
+        now, owner = vars(self.module), self.path or "the graph module"
         for name in _KEPT:
-            if name.endswith("_hooks") and (now.get(name) or {}) != self.contents.get(name, {}):
-                return f"the hooks of {self.path or 'the graph module'} ({name.strip('_')})"
-        before = self.attributes
-        for name in [] if _same(now, before) else now | before:
-            if name[0] != "_" and not (name in now and name in before and now[name] is before[name]):
-                return f"the attribute {name} of {self.path or 'the graph module'}"
-        return None
+            held, before = now.get(name), self.contents.get(name, {})
+            held = held if isinstance(held, dict) else {}
+            if name in _TABLES and not _same(held, before):
+                keys = (key for key in {**before, **held} if held.get(key) is not before.get(key))
+                yield from (self.place(key) for key in keys if key != RECORD)
+            elif name.endswith("_hooks") and held != before:
+                yield f"the hooks of {owner} ({name.strip('_')})"
+        for name in [] if _same(now, self.attributes) else {**now, **self.attributes}:
+            if name[0] != "_" and now.get(name, _ABSENT) is not self.attributes.get(name, _ABSENT):
+                yield f"the attribute {name} of {owner}"
 
     def put_back(self) -> None:
         now = vars(self.module)
@@ -261,9 +259,9 @@ class Snapshot:
     def _past_modules(self, put: Mapping[str, Any], paths: Collection[str]) -> str | None:
         """Name a change of modules beside the values that a rewriter put in the end, and all paths where it put some."""
         for each in self._modules:
-            for path in each.changed():
-                if path not in paths:
-                    return path
+            for what in each.changes():
+                if what not in paths:
+                    return what
         for path, value in put.items():
             if find(self.graph_module, path) is not value:
                 return path
@@ -271,7 +269,7 @@ class Snapshot:
             if tensor.requires_grad != requires_grad:
                 name = next(name for name, value in self.held.items() if value is tensor)
                 return f"requires_grad of {name}"
-        return next(filter(None, (each.other_change() for each in self._modules)), None)
+        return None
 
     def put_back(self) -> None:
         """Bring the graph module back; nodes that were erased come back as copies."""
