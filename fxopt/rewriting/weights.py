@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,27 +24,13 @@ _PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype)
 """The types of the options of modules that are compared."""
 
 
+_NO_OPTIONS = ("training", PROVENANCE)
+
+
 def options_of(module: nn.Module) -> str:
     """The options of a module as a text, but for its training flag."""
-    options: list[Any] = [
-        each
-        for k, v in vars(module).items()
-        if k[0] != "_" and isinstance(v, _PLAIN)
-        for each in (k, type(v), v)
-    ]
-    try:
-        return _text_of(*options)
-    except TypeError:  # a tuple of something that has no hash
-        return _text_of.__wrapped__(*options)
-
-
-@functools.lru_cache(maxsize=4096, typed=True)
-def _text_of(*options: Any) -> str:
-    pairs = zip(options[::3], options[2::3], strict=True)
-    return " ".join(f"{name}={value!r}" for name, value in pairs if name not in _NO_OPTIONS)
-
-
-_NO_OPTIONS = ("training", PROVENANCE)
+    options = ((name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN))
+    return " ".join(f"{n}={v!r}" for n, v in options if n[0] != "_" and n not in _NO_OPTIONS)
 
 
 def provenance(value: object) -> tuple[str, ...]:
