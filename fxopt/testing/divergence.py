@@ -59,48 +59,24 @@ class Divergence:
         return text if self.was == self.now else f"{text}; it was `{self.was}` and is `{self.now}`"
 
 
-def parting(
-    before: tuple[GraphModule, GraphModule],
-    after: tuple[GraphModule, GraphModule],
-    calls: Sequence[Call],
-    wide_calls: Sequence[Call],
-    *,
-    wide_limit: float,
-    own_limit: Callable[[float], float],
-) -> Divergence | None:
-    """The first node that diverges in float64, else in the graphs' own dtype.
-
-    Args:
-        before: the original graph, in float64 and in its own dtype.
-        after: the changed graph, in float64 and in its own dtype.
-        calls: the inputs in their own dtype, one call after the other.
-        wide_calls: the inputs in float64.
-        wide_limit: how far a value may be off in float64, relative to the largest of its tensor.
-        own_limit: how far it may be from its float64 value in the own dtype, given how far the original is.
-    """
-    passes = (
-        (torch.float64, before[0], after[0], wide_calls, lambda error: wide_limit),
-        (None, before[1], after[1], calls, own_limit),
-    )
-    for dtype, original, changed, given, limit_of in passes:
-        for number in range(1, len(given) + 1):
-            found = _divergence(before[0], original, changed, given[:number], limit_of)
-            if found is not None:
-                return dataclasses.replace(found, dtype=dtype)
-    return None
-
-
-def _divergence(
+def divergence(
     wide: GraphModule,
     original: GraphModule,
     changed: GraphModule,
     calls: Sequence[Call],
     limit_of: Callable[[float], float],
 ) -> Divergence | None:
-    """The first node of a changed graph that raises, or whose value is off.
+    """The first node of a changed graph that raises, or whose value is off in the last of some calls.
 
     A value is held against that of the same name, or of the node that it stands for, in float64. A value that the original
     does not have is off where one that it leads to is.
+
+    Args:
+        wide: the original graph in float64.
+        original: the original graph.
+        changed: the changed graph, in the dtype of the original one.
+        calls: the inputs, one call after the other.
+        limit_of: how far a value may be off, relative to the largest of its tensor, given how far the original is.
     """
     truth, _ = _values(wide, [call.cast(torch.float64) for call in calls])
     rounded, _ = _values(original, calls)

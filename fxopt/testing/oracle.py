@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from torch.fx import GraphModule
 from fxopt.capture.runs.first_difference import parting_place
 from fxopt.compare import Difference, checksum, epsilon, rounds, ulps, unchanged, unlike
 from fxopt.float64 import in_float64
-from fxopt.testing.divergence import Divergence, parting
+from fxopt.testing.divergence import Divergence, divergence
 from fxopt.testing.entrance import entrance_fault
 from fxopt.testing.gradients import gradients_of, trained_place
 from fxopt.testing.observations import (
@@ -164,15 +165,18 @@ class Oracle:
                     "give graph modules, such as fxopt.trace(model, inputs), or compare outputs with assert_equivalent"
                 )
         rounded = float64 is None and self._has_new_weights(after)
+        wide_limit = max(self._rtol, self._floor * self._step) if rounded else self._rtol
         wide_before, wide_after = float64 or (in_float64(before), in_float64(after))
-        return parting(
-            (wide_before, before),
-            (wide_after, after),
-            self._calls,
-            self._wide_calls,
-            wide_limit=max(self._rtol, self._floor * self._step) if rounded else self._rtol,
-            own_limit=lambda error: self._factor * error + self._floor * self._step,
+        runs = (
+            (torch.float64, wide_before, wide_after, self._wide_calls, lambda _: wide_limit),
+            (None, before, after, self._calls, lambda error: self._factor * error + self._floor * self._step),
         )
+        for dtype, original, changed, calls, limit_of in runs:
+            for number in range(1, len(calls) + 1):
+                found = divergence(wide_before, original, changed, calls[:number], limit_of)
+                if found is not None:
+                    return dataclasses.replace(found, dtype=dtype)
+        return None
 
     def parting_place(self, reference: nn.Module, graph: GraphModule) -> str:
         """Where a captured graph, before any pass, parts from its model; empty where nothing differs."""
