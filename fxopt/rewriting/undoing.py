@@ -92,15 +92,13 @@ def _played_back(graph_module: GraphModule, step: Step) -> Applied:
     snapshot = Snapshot(graph_module)
     _check_order([step], snapshot.steps)
     orders, standing = snapshot.orders, [other for other in snapshot.steps if other.key != step.key]
+    is_as_left = fingerprint(graph_module) == step.after  # or else others have made a difference, which stays
     try:
         if step.edits is None:
             raise UndoError("what it did could not be pickled, or saved, together with the graph module")
         play_back(graph_module, step.edits, orders)
-        if fingerprint(graph_module) != step.before:
-            snapshot.put_back()
-            if fingerprint(graph_module) == step.after:
-                raise UndoError(_INEXACT)
-            play_back(graph_module, step.edits, orders)  # the difference was made by others, and stays
+        if is_as_left and fingerprint(graph_module) != step.before:
+            raise UndoError(_INEXACT)
         _unmark(graph_module, [step], standing)
         set_steps(graph_module, standing, orders)
     except BaseException as error:
