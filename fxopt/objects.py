@@ -19,6 +19,8 @@ import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.fx.node import has_side_effect
 
+from fxopt.torch_internals import OpOverload, OpOverloadPacket
+
 
 def why_no_inputs(args: Any, kwargs: Any) -> str | None:
     """Say why these are no example inputs, as `f(*args, **kwargs)` takes them; a tensor would be taken row by row."""
@@ -162,6 +164,14 @@ def _set(target: Any, changed: dict[str, Any]) -> None:
             object.__setattr__(target, name, value)  # a slot
         else:
             target.__dict__[name] = value
+
+
+def qualified_name(value: Any) -> str:
+    """The name by which a function, operator or class is imported, as it says itself."""
+    if isinstance(value, OpOverload | OpOverloadPacket):
+        return f"torch.ops.{str(value).replace('::', '.')}"
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+    return f"{getattr(value, '__module__', None)}.{name}" if name else repr(value)
 
 
 def find(name: str) -> Any:

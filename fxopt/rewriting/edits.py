@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from fxopt.errors import PassError, UndoError
+from fxopt.objects import qualified_name
 from fxopt.rewriting.weights import Keep, Left, Restore, provenance
 from fxopt.submodules import prefixes
 from fxopt.torch_internals import OpOverload, is_erased
@@ -265,10 +266,7 @@ class _WithoutWeights(pickle.Pickler):
 @functools.lru_cache(maxsize=4096)
 def target_text(target: Any) -> str:
     """The name of what a node calls, the same in every process."""
-    if isinstance(target, str):
-        return target
-    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
-    return f"{getattr(target, '__module__', '')}.{name}" if name else ADDRESS.sub("", repr(target))
+    return target if isinstance(target, str) else ADDRESS.sub("", qualified_name(target))
 
 
 ADDRESS = re.compile(" at 0x[0-9a-f]+")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fxopt.errors import PassError
+from fxopt.objects import qualified_name
 
 
 def stable_text(value: object, within: tuple[int, ...] = ()) -> str:
@@ -34,7 +35,7 @@ def stable_text(value: object, within: tuple[int, ...] = ()) -> str:
     if isinstance(signature, str):
         return signature  # a transformation inside another
     if value is None or isinstance(value, _PLAIN):
-        return f"{class_name(type(value))}.{value.name}" if isinstance(value, enum.Enum) else repr(value)
+        return f"{qualified_name(type(value))}.{value.name}" if isinstance(value, enum.Enum) else repr(value)
     if isinstance(value, Mapping):
         pairs = (f"{stable_text(k, inside)}: {stable_text(v, inside)}" for k, v in value.items())
         return "{" + ", ".join(sorted(pairs)) + "}"
@@ -48,11 +49,6 @@ def stable_text(value: object, within: tuple[int, ...] = ()) -> str:
         facts = f"{type(value).__name__} {value.dtype} {list(value.shape)}"
         return f"{facts} {hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()}"
     return _name(value) or _digest(value, inside)
-
-
-def class_name(cls: type) -> str:
-    """The qualified name of a class."""
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 _PLAIN = (
@@ -81,7 +77,7 @@ def _name(value: Any) -> str:
 def _digest(value: Any, within: tuple[int, ...]) -> str:
     """A name that does not tell it from others, and a hash of its content."""
     text = stable_text(_content(value), within)
-    name = getattr(value, "__qualname__", None) or class_name(type(value))
+    name = getattr(value, "__qualname__", None) or qualified_name(type(value))
     return f"{name}#{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 

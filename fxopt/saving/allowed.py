@@ -29,6 +29,7 @@ from torch.nn import functional
 from fxopt import objects
 from fxopt.capture.runtime import checks, modes
 from fxopt.capture.runtime.conditional import Conditional
+from fxopt.objects import qualified_name
 from fxopt.rewriting.transformation import Transformation
 from fxopt.torch_internals import OpOverload, OpOverloadPacket, bindings, dispatch_has_kernel, schema_of
 
@@ -180,14 +181,6 @@ def _refuse(name: object) -> Any:
         f"{name if isinstance(name, str) else repr(name)}, which is neither an operator of torch nor a layer or a class "
         "that only holds values. If it is a class or function of yours, give it in `trusted`, for save and for load"
     )
-
-
-def qualified_name(value: Any) -> str:
-    """The name by which a function, operator or class is imported, as it says itself."""
-    if isinstance(value, OpOverload | OpOverloadPacket):
-        return f"torch.ops.{str(value).replace('::', '.')}"
-    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
-    return f"{getattr(value, '__module__', None)}.{name}" if name else repr(value)
 
 
 @functools.cache

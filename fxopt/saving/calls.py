@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from fxopt import objects
+from fxopt.objects import qualified_name
 from fxopt.rewriting.edits import Reference
 from fxopt.rewriting.transformation import Transformation
-from fxopt.saving.allowed import BUILTINS, CONSTANTS, Names, Refused, methods, qualified_name
+from fxopt.saving.allowed import BUILTINS, CONSTANTS, Names, Refused, methods
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), range, torch.device, Reference, enum.Enum),

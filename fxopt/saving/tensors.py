@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxopt.saving.allowed import Refused, qualified_name
+from fxopt.objects import qualified_name
+from fxopt.saving.allowed import Refused
 from fxopt.torch_internals import storage_identity
 
 # The dtypes that safetensors knows, and complex numbers, which are stored as pairs.

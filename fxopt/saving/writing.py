@@ -20,11 +20,12 @@ from torch.fx.node import map_aggregate
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.graph import place
+from fxopt.objects import qualified_name
 from fxopt.rewriting.edits import NodeEdit, NodeState, Reference, Swapped
 from fxopt.rewriting.record import MARKS, PassRecord, Step, orders_of, steps_of
 from fxopt.rewriting.transformation import Transformation
 from fxopt.rewriting.weights import Keep
-from fxopt.saving.allowed import CONSTANTS, Names, Refused, qualified_name, within
+from fxopt.saving.allowed import CONSTANTS, Names, Refused, within
 from fxopt.saving.calls import check_node
 from fxopt.saving.kinds import ANNOTATIONS, DATA, GRAPHS, MEMBERS, OF_GUARDS, ORIGIN, PARTS, no_attributes
 from fxopt.saving.tensors import TensorTable
