@@ -24,8 +24,6 @@ _NEW_DIMENSION = ("unsqueeze", "stack", "unflatten")
 _MANY = ("permute", "view", "reshape", "expand", "repeat", "tile", "flip")
 """Methods that take several numbers, or a list of these."""
 
-_IDLE = {"inplace": False, "_stacklevel": 3}
-
 
 class Call(NamedTuple):
     """An operator, and its arguments by name, without those that have their default value."""
@@ -131,15 +129,13 @@ def _bound(node: Node, name: str) -> dict[str, Any] | None:
 
 
 def _named(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
-    for name, value in arguments.items():
-        default = _IDLE.get(name, defaults.get(name, inspect.Parameter.empty))
-        if (
-            isinstance(value, Node)
-            or name == "_stacklevel"
-            or value != default
-            or type(value) is not type(default)
-        ):
-            found["self" if name == "input" else name] = value
-    found.pop("_stacklevel", None)
-    return found
+    known = {**defaults, "inplace": False}
+    return {
+        ("self" if name == "input" else name): value
+        for name, value in arguments.items()
+        if name != "_stacklevel" and not _is_default(value, known.get(name, inspect.Parameter.empty))
+    }
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return not isinstance(value, Node) and type(value) is type(default) and value == default
