@@ -7,7 +7,7 @@ import functools
 import io
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -68,24 +68,23 @@ class NodeState:
         if isinstance(self.target, _Operator):
             vars(self)["target"] = functools.reduce(getattr, self.target.split("."), torch.ops)
 
+    def arguments(self, given: Callable[[str], Any]) -> tuple[Any, Any]:
+        """The arguments, with what `given` returns for its name in the place of each node."""
+
+        def found(value: Any) -> Any:
+            return given(value.name) if type(value) is Reference else value
+
+        return map_aggregate(self.args, found), map_aggregate(self.kwargs, found)
+
     def resolved(self, nodes: Mapping[str, Node]) -> dict[str, Any]:
         """The fields, with the nodes themselves among the arguments."""
-
-        def node(value: Any) -> Any:
-            return nodes[value.name] if type(value) is Reference else value
-
-        args, kwargs = map_aggregate(self.args, node), map_aggregate(self.kwargs, node)
+        args, kwargs = self.arguments(nodes.__getitem__)
         return {"op": self.op, "target": self.target, "args": args, "kwargs": kwargs}
 
     def references(self) -> list[str]:
         """The names of the nodes among the arguments."""
         found: list[str] = []
-
-        def note(value: Any) -> None:
-            if isinstance(value, Reference):
-                found.append(value.name)
-
-        map_aggregate((self.args, self.kwargs), note)
+        self.arguments(found.append)
         return found
 
 
@@ -180,11 +179,7 @@ def as_data(edit: Edit, keep: bool = True) -> Edit:
 
 def renamed(state: NodeState, old: str, new: str) -> NodeState:
     """The state of a node that takes the value of another node."""
-
-    def other(value: Any) -> Any:
-        return Reference(new) if type(value) is Reference and value.name == old else value
-
-    args, kwargs = map_aggregate(state.args, other), map_aggregate(state.kwargs, other)
+    args, kwargs = state.arguments(lambda name: Reference(new if name == old else name))
     return dataclasses.replace(state, args=args, kwargs=kwargs)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fxopt import graph
@@ -27,7 +26,7 @@ from fxopt.errors import PassError
 from fxopt.float64 import wide_dtype
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
-from fxopt.rewriting.edits import Edit, NodeState, Reference
+from fxopt.rewriting.edits import Edit, NodeState
 from fxopt.rewriting.piece import Piece, Read, weights_of
 from fxopt.rewriting.random_inputs import Numbers, number_of
 from fxopt.rewriting.snapshot import Snapshot
@@ -227,15 +226,12 @@ class Verifier:
                 values[name] = pytree.tree_map(lambda leaf: _cast(leaf, numbers.dtype), inputs[name])
             return values[name]
 
-        def found(argument: Any) -> Any:
-            return value(argument.name) if type(argument) is Reference else argument
-
         with torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(0)
             for name, state in (piece.after if after else piece.before).items():
                 early |= {read: _cast(value(read[1 + after]), None) for read in reads.get(name, ())}
                 try:
-                    args, kwargs = map_aggregate(state.args, found), map_aggregate(state.kwargs, found)
+                    args, kwargs = state.arguments(value)
                     standing = _cast(
                         self._standing(state, piece.put if after else piece.taken), numbers.dtype
                     )
