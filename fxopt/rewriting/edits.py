@@ -7,6 +7,7 @@ import functools
 import io
 import pickle
 import re
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -47,9 +48,9 @@ class NodeState:
     kwargs: Any
 
     @classmethod
-    def of(cls, node: Node) -> NodeState:
-        """Describe a node."""
-        name: Any = lambda value: Reference(value.name)  # noqa: E731
+    def of(cls, node: Any, names: Mapping[Node, str] = types.MappingProxyType({})) -> NodeState:
+        """Describe a node, or what has its fields; `names` are other names of nodes."""
+        name: Any = lambda value: Reference(names.get(value, value.name))  # noqa: E731
         return cls(node.op, node.target, map_arg(node.args, name), map_arg(node.kwargs, name))
 
     def differs(self, other: NodeState | Node) -> list[str]:

@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from fxopt.errors import PassError
 from fxopt.graph import free_name
 from fxopt.memory import storage_of
-from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Reference, Swap, renamed
+from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Swap, renamed
 from fxopt.rewriting.record import RECORD, PassRecord, orders_of, set_steps, steps_of
 from fxopt.submodules import find, is_inside
 from fxopt.torch_internals import (
@@ -316,9 +316,7 @@ class Snapshot:
 
     def state(self, name: str) -> NodeState:
         """The node of this name as data."""
-        row = self._rows[name]
-        named: Any = lambda node: Reference(self._names.get(node, node.name))  # noqa: E731
-        return NodeState(row.op, row.target, map_arg(row.args, named), map_arg(row.kwargs, named))
+        return NodeState.of(self._rows[name], self._names)
 
 
 class Writes(TorchDispatchMode):  # type: ignore[misc]
