@@ -98,7 +98,7 @@ def value_of(node: Node) -> Any:
 
 
 def called_with(node: Node, module: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a call gives for other arguments; `module` is what a `call_module` node calls."""
+    """The result of a call with other arguments; `module` is what a `call_module` node calls."""
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     function: Any = node.target if module is None else module

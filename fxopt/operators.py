@@ -65,7 +65,8 @@ _ROWS: dict[str, Fact] = {
     "interpolate upsample adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d": _NEW | _SMOOTH,
     "pixel_shuffle": _SMOOTH,  # by 1, it is a view
     "prod cumprod": _NEW,
-    "any all argmax argmin argsort count_nonzero": Fact.NEW,
+    "any all argmax argmin argsort count_nonzero cdist pdist dist outer cross cosine_similarity pairwise_distance bucketize "
+    "searchsorted histc one_hot atan2 hypot sinh cosh xlogy": Fact.NEW,
     "arange zeros ones full linspace eye tril_indices triu_indices scalar_tensor": Fact.NEW,
     "sort topk median mode kthvalue cummax cummin aminmax": Fact.NEW | Fact.SEVERAL,
     "reshape reshape_as flatten contiguous channels_last": _VIEW | Fact.COPIES | Fact.RESHAPES,
@@ -80,6 +81,7 @@ _ROWS: dict[str, Fact] = {
     "chunk split split_with_sizes tensor_split unbind hsplit vsplit dsplit unsafe_chunk unsafe_split meshgrid "
     "broadcast_tensors": _VIEW | Fact.SEVERAL,
     "to type type_as float double half bfloat16 cpu cuda saturate": Fact.VIEW | Fact.SMOOTH,
+    "bool long int short char byte": Fact.VIEW,
     "setitem copy fill zero": _SMOOTH,
     "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout": _VIEW | Fact.RANDOM,
     "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution matmul mm bmm "

@@ -248,8 +248,8 @@ def test_new_memory_is_new(dtype):
 
 
 def test_views_may_be_views():
-    left = set(named(Fact.VIEW))
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+    left, integers = set(named(Fact.VIEW)), (torch.int32, torch.int16, torch.int8, torch.uint8)
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, *integers):
         left = unproved(sorted(left), lambda n, f, args: storages(args) & storages(outcome(f, args)), dtype)
     assert left == set()
     assert named(Fact.VIEW | Fact.NEW) == []

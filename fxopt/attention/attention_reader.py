@@ -19,7 +19,7 @@ from fxopt.attention.attention_steps import (
     stop,
 )
 from fxopt.attention.heads import check_types, heads_of
-from fxopt.attention.masks import Mask
+from fxopt.attention.masks import Mask, MaskReader
 from fxopt.attention.scores import ScoreReader
 from fxopt.graph_index import GraphIndex
 from fxopt.obstacles.slicing import layout_obstacle
@@ -61,12 +61,12 @@ class AttentionReader:
 
     Args:
         index: the graph.
-        each_row_has_a_key: whether no row of scores is masked entirely in any run.
+        masks: reads its masks.
     """
 
-    def __init__(self, index: GraphIndex, each_row_has_a_key: bool) -> None:
+    def __init__(self, index: GraphIndex, masks: MaskReader) -> None:
         self._index = index
-        self._scores = ScoreReader(index, each_row_has_a_key)
+        self._scores = ScoreReader(index, masks)
         self._read: set[Node] = set()
 
     def places(self) -> Iterator[tuple[Node, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,14 @@ class Mask:
         step: the node that applies it.
         fill: the value that stands where `node` is `where`; None where `node` is added.
         where: at which elements of `node` the value stands.
+        unless: why the attention cannot be one call if a row of scores is masked entirely; None where it can.
     """
 
     node: Node
     step: Node
     fill: float | Node | None = None
     where: bool = True
+    unless: str | None = None
 
 
 class MaskReader:
@@ -44,10 +46,11 @@ class MaskReader:
     Args:
         index: the graph.
         each_row_has_a_key: whether no row of scores is masked entirely in any run.
+        inference: whether gradients do not count, and buffers stay as they are.
     """
 
-    def __init__(self, index: GraphIndex, each_row_has_a_key: bool) -> None:
-        self._index = index
+    def __init__(self, index: GraphIndex, each_row_has_a_key: bool, inference: bool) -> None:
+        self._index, self._inference = index, inference
         self._each_row_has_a_key = each_row_has_a_key
         self._finite: set[Node] = set()
 
@@ -55,37 +58,48 @@ class MaskReader:
         """The mask that a step adds."""
         device = graph.value_of(step).device.type
         least = -math.inf if device == "cpu" else _LEAST_ELSEWHERE
-        if self._may_hold(least, node):
-            self.ask_for_keys(
-                f"{node.name} may hold -inf: a row of it is NaN, and would be zeros"
-                if device == "cpu"
-                else f"{node.name} may hold {least:.1e} or less: kernels of {device} give zeros for a row of it"
-            )
-        return Mask(node, step)
+        if not self._may_hold(least, node):
+            return Mask(node, step)
+        on_gpu = f"{node.name} may hold {least:.1e} or less: kernels of {device} give zeros for a row of it"
+        on_cpu = f"{node.name} may hold -inf: a row of it is NaN, and would be zeros"
+        return Mask(node, step, unless=on_cpu if device == "cpu" else on_gpu)
 
-    def checked_fill(self, source: Node, fill: Any) -> Any:
-        """A value that masks, if it is so small that a score which is added to it makes no difference."""
+    def filled(self, node: Node, step: Node, source: Node, fill: Any, where: bool = True) -> Mask:
+        """The mask by which a step gives scores another value, which has to be so small that no score counts beside it."""
         number = fill
         if isinstance(fill, Node):
             value = described(fill)
             if fill not in self._constants or value.shape or value.dtype != graph.dtype_of(source):
                 raise Obstacle(f"{fill.name}, which masks, is not known to be one small number")
             number = computed_constant(self._index.graph_module, fill, {}).item()
-        if number == -math.inf:
-            self.ask_for_keys(
-                "masked scores are -inf: a row that is masked entirely is NaN, and would be zeros"
-            )
         if type(number) not in (int, float) or not number <= _SMALLEST:
             raise Obstacle(f"masked scores are {number}, beside which a score may count")
-        self.ask_for_keys(
-            "in a row that is masked entirely, scores would have gradients that they do not have"
-        )
-        return fill
+        unless = "in a row that is masked entirely, scores would have gradients that they do not have"
+        if number == -math.inf:
+            unless = "masked scores are -inf: a row that is masked entirely is NaN, and would be zeros"
+        elif self._inference:
+            return Mask(node, step, fill, where)
+        return Mask(node, step, fill, where, unless)
 
-    def ask_for_keys(self, reason: str) -> None:
-        """Raise an Obstacle if a row of scores may be masked entirely."""
-        if not self._each_row_has_a_key:
-            raise Obstacle(f"{reason}. Where there is no such row, give each_row_has_a_key=True")
+    def check_rows(self, masks: Sequence[Mask], dtype: torch.dtype | None) -> None:
+        """Raise an Obstacle if a row of scores may be masked entirely, where that matters."""
+        reasons = [mask.unless for mask in masks if mask.unless]
+        if masks and dtype == torch.float16:
+            reasons.append("in float16, a row that is masked entirely would have other weights")
+        # Two masks may leave a row no key together.
+        if reasons and not (self._each_row_has_a_key or (len(masks) == 1 and self._leaves_keys(masks[0]))):
+            raise Obstacle(f"{reasons[0]}. Where there is no such row, give each_row_has_a_key=True")
+
+    def _leaves_keys(self, mask: Mask) -> bool:
+        """Tell whether a mask is a constant with a key in each row, such as that of causal attention."""
+        node: Any = mask.node
+        while mask.fill is None and name_of(node) in CASTS:
+            node = graph.first_argument(node)
+        if node not in self._constants or self._index.memory.written(node):
+            return False
+        value = computed_constant(self._index.graph_module, node, {})
+        hidden = value <= _SMALLEST if mask.fill is None else value == mask.where
+        return not bool(hidden.all(-1).any())
 
     def _may_hold(self, least: float, mask: Node) -> bool:
         """Tell whether the graph writes such a number or a smaller one into a mask, or makes it by a logarithm."""
@@ -110,7 +124,7 @@ class MaskReader:
 
     @functools.cached_property
     def _constants(self) -> Collection[Node]:
-        return constants_of(self._index)
+        return constants_of(self._index, freeze=self._inference)
 
 
 def _holds(value: object, least: float) -> bool:
@@ -126,3 +140,6 @@ _LEAST_ELSEWHERE = torch.finfo(torch.float32).min / 2
 
 _SMALLEST = torch.finfo(torch.bfloat16).min
 """The value that masks with at most: a score that is added to it is lost in rounding, in every dtype but float16."""
+
+CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16")
+"""Methods that give a tensor another dtype."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.fx import Node
 
 from fxopt import graph
 from fxopt.attention.attention_steps import Obstacle, described, factor_of, is_number, step_name, stop
-from fxopt.attention.masks import Mask, MaskReader
+from fxopt.attention.masks import CASTS, Mask, MaskReader
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of, name_of
 
@@ -31,11 +32,11 @@ class ScoreReader:
 
     Args:
         index: the graph.
-        each_row_has_a_key: whether no row of scores is masked entirely in any run.
+        masks: reads its masks.
     """
 
-    def __init__(self, index: GraphIndex, each_row_has_a_key: bool) -> None:
-        self._index, self._masks = index, MaskReader(index, each_row_has_a_key)
+    def __init__(self, index: GraphIndex, masks: MaskReader) -> None:
+        self._index, self._masks = index, masks
 
     def read(self, steps: Sequence[Node], dtype: torch.dtype | None) -> Scores:
         """Read the steps from the product of queries and keys to the weights of an attention with an output of `dtype`.
@@ -46,8 +47,7 @@ class ScoreReader:
         scores = self._begun(steps[0])
         for source, step in itertools.pairwise(steps):
             self._read_step(scores, source, step)
-        if scores.masks and dtype == torch.float16:
-            self._masks.ask_for_keys("in float16, a row that is masked entirely would have other weights")
+        self._masks.check_rows(scores.masks, dtype)
         return scores
 
     def _begun(self, product: Node) -> Scores:
@@ -66,9 +66,10 @@ class ScoreReader:
         if "dropout" in name:
             if not self._index.memory.is_pure(step) and graph.argument(step, "p") != 0:
                 raise Obstacle(f"{step.name} is active: the model is in training mode")
-        elif name in _CASTS:
+        elif name in CASTS:
             options = [*step.args[1:], *step.kwargs.values()]
-            if not all(isinstance(option, torch.dtype) for option in options):
+            stays = name == "type_as" and described(step).device == described(source).device
+            if not stays and not all(isinstance(option, torch.dtype) for option in options):
                 raise Obstacle(f"{step.name} may move the scores to another device")
         elif name == "softmax" and not scores.normalised:
             if self._softmax_dimension(step) not in (-1, len(described(step).shape) - 1):
@@ -95,19 +96,14 @@ class ScoreReader:
         factor, others = factor_of(step), [arg for arg in args if arg is not source]
         nodes = [other for other in others if isinstance(other, Node)]
         if factor is not None:
-            if scores.masks:
+            if not all(mask.fill == -math.inf and factor > 0 for mask in scores.masks):
                 raise Obstacle(f"{step.name} scales what is masked")
             scores.scale *= factor
         elif name == "add" and len(args) == 2 and len(nodes) == 1 and not step.kwargs:
             scores.masks.append(self._masks.added(nodes[0], step))
         elif name == "masked_fill" and len(args) == 3 and args[0] is source and len(others) == 2 and nodes:
-            fill = self._masks.checked_fill(source, others[1])
-            scores.masks.append(Mask(nodes[0], step, fill))
+            scores.masks.append(self._masks.filled(nodes[0], step, source, others[1]))
         elif name == "where" and len(args) == 3 and args[0] is not source and len(others) == 2 and nodes:
-            fill = self._masks.checked_fill(source, others[1])
-            scores.masks.append(Mask(nodes[0], step, fill, where=args[2] is source))
+            scores.masks.append(self._masks.filled(nodes[0], step, source, others[1], args[2] is source))
         else:
             raise Obstacle(f"{step.name} stands between the product of queries and keys and the softmax")
-
-
-_CASTS = ("to", "type", "float", "double", "half", "bfloat16")

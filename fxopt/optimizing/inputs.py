@@ -25,6 +25,7 @@ Sizes = set[tuple[int, int]]
 """Dimensions of inputs, each as the number of the tensor and of the dimension."""
 
 
+_SHOWN = 4  # the most numbers of a list in a report
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
@@ -148,7 +149,8 @@ def text_of(inputs: Mapping[str, Any], free: Sizes) -> str:
         if isinstance(value, Tensor):
             return held[0]
         if _has_entries(value):
-            return f"{type(value).__name__}({', '.join(held[:1] + ['...'] * (len(held) > 1))})"
+            numbers = [] if held else [*map(text, list(entries(value).values())[:_SHOWN])]
+            return f"{type(value).__name__}({', '.join(numbers or held[:1] + ['...'] * (len(held) > 1))})"
         return repr(value) if value is None or isinstance(value, int | float | str) else type(value).__name__
 
     return ", ".join(f"{name}: {text(value)}" for name, value in inputs.items())

@@ -23,7 +23,7 @@ from fxopt.objects import tensors_in
 from fxopt.operators import hooks_of
 from fxopt.optimizing.inputs import has_own_kernels
 from fxopt.packed_operators import Packed
-from fxopt.submodules import sharing_copy
+from fxopt.submodules import attribute, sharing_copy
 from fxopt.torch_internals import parameters_of
 
 Function = Callable[..., Any]
@@ -99,6 +99,7 @@ def lowered(traced: TracedModule, model: nn.Module | None = None, keep_model: bo
         return Lowered(traced, function, packed, (), ())
     own = {*map(id, model.parameters() if keep_model else ())}
     uses = Counter(id(parameter) for _, parameter in traced.named_parameters(remove_duplicate=False))
+    uses.update(id(attribute(traced, str(n.target))) for n in index.nodes if n.op == "get_attr")
     for path, weight in packed.items():
         layer: Any = traced.get_submodule(path)
         if weight.unpack is not None and id(layer.weight) not in own and uses[id(layer.weight)] == 1:

@@ -267,7 +267,7 @@ def passes_for_all_engines(options: Options) -> list[Rewrite[Any]]:
         FoldBatchNorms(reversible=False),
         FoldScaleAndShift(reversible=False),
         *([ChangePrecision(torch.bfloat16)] if options.precision == "bfloat16" else []),
-        FuseAttention(),
+        FuseAttention(inference=True),
     ]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import operator
-import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -19,9 +17,10 @@ from fxopt.capture import TracedModule
 from fxopt.capture.runtime.traced_module import ASSIGNED, HOOKED
 from fxopt.compare import norm_error, unlike
 from fxopt.graph_index import GraphIndex
+from fxopt.memory import version_of
 from fxopt.objects import tensors_in
 from fxopt.optimizing.inputs import Inputs
-from fxopt.outputs import mapped, restored, same_bits
+from fxopt.outputs import mapped, restored
 from fxopt.submodules import parts, split_path, tensors_of
 
 Function = Callable[..., Any]
@@ -136,35 +135,36 @@ class Trial:
         """The outputs of a call, and the values that it writes, by the names of the tensors."""
         buffers = dict(self._model.named_buffers())
         with restored(self._model, self._written) as before:
+            versions = {name: version_of(tensor) for name, (tensor, _) in before.items()}
             value = self._inputs.call(function)
             for name, buffer in self._model.named_buffers():
                 if buffer is not buffers.get(name, buffer):
                     raise Unused(f"the forward replaces the buffer {name!r}. Write into it with `.copy_()`.")
-            left = {name: t.detach().clone() for name, (t, old) in before.items() if not same_bits(old, t)}
+            written = ((name, t) for name, (t, _) in before.items() if version_of(t) != versions[name])
+            left = {name: t.detach().clone() for name, t in written}
             # An output may be a view of a buffer.
             return mapped(value, Tensor.clone) if left else value, left
 
 
 def fastest(functions: Mapping[str, Function], inputs: Inputs) -> str:
-    """The name of the function with the least median of times, taken in turns."""
+    """The name of the function with the least time."""
     times = _in_turns(functions, inputs)
-    return min(times, key=lambda name: statistics.median(times[name]))
+    return min(times, key=times.__getitem__)
 
 
 def speedup(model: Function, computed: Function, inputs: Inputs) -> float:
-    """The model's time by the graph's: the median over rounds in which both run."""
+    """The model's least time by the graph's."""
     times = _in_turns({"model": model, "graph": computed}, inputs)
-    ratios = map(operator.truediv, times["model"], times["graph"])
-    return float(statistics.median(ratios))
+    return times["model"] / times["graph"]
 
 
-def _in_turns(functions: Mapping[str, Function], inputs: Inputs) -> dict[str, list[float]]:
-    """The seconds of each function, in rounds in which all of them run."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
+def _in_turns(functions: Mapping[str, Function], inputs: Inputs) -> dict[str, float]:
+    """The least seconds of each function, in rounds in which all of them run: what others compute only makes a run longer."""
+    times = dict.fromkeys(functions, float("inf"))
     begun, rounds = time.perf_counter(), 0
     while rounds < 3 or (rounds < 50 and time.perf_counter() - begun < _SECONDS * len(functions)):
         for name, function in functions.items():
-            times[name].append(_seconds(function, inputs))
+            times[name] = min(times[name], _seconds(function, inputs))
         rounds += 1
     return times
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fxopt.torch_internals import (
     BUFFERS,
-    COMPILED,
+    DERIVED_FROM_GRAPH,
     FORWARD_HOOKS,
     MODULES,
     PARAMETERS,
@@ -117,7 +117,7 @@ class State:
             plain = isinstance(new, _PLAIN)
             if plain and (type(new), new) not in ((type(old), old), *(left or ())):
                 return False
-            if not plain and old is not new and left is None and key != COMPILED:
+            if not plain and old is not new and left is None and key not in DERIVED_FROM_GRAPH:
                 return False
         return True
 

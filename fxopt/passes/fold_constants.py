@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
@@ -13,8 +14,9 @@ from fxopt import graph, submodules
 from fxopt.constants import Constant, computed_constant, constants_of, follows_buffers
 from fxopt.errors import PassError
 from fxopt.graph_index import GraphIndex
+from fxopt.obstacles.input_dtypes import input_of_any_dtype
 from fxopt.obstacles.parametrized import computes_weights, plain_obstacle, with_computed_weights
-from fxopt.operators import Fact, facts_of
+from fxopt.operators import Fact, facts_of, name_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
@@ -104,6 +106,9 @@ class FoldConstants(ReversibleRewrite[Node]):
         size = described.numel() * described.element_size()
         if not isinstance(size, int):
             return "its size is known only when the graph runs"
+        free = next(filter(None, (input_of_any_dtype(index, each) for each in _giving_dtypes(node))), None)
+        if free is not None:
+            return f"the input {free.name} may come in another dtype, and gives this its own"
         writer = index.memory.written(node)
         if writer:
             return f"{writer.name} may write into it"
@@ -114,14 +119,25 @@ class FoldConstants(ReversibleRewrite[Node]):
         return f"it takes {size} bytes: more than max_bytes={self.max_bytes}"
 
 
+def _made_of(node: Node) -> list[Node]:
+    """The nodes that a constant is made of, without tensors of which it takes the shape, dtype or device alone."""
+    described = graph.first_argument(node) if Fact.DESCRIBES in facts_of(node) else None
+    return [value for value in node.all_input_nodes if value is not described]
+
+
+def _giving_dtypes(node: Node) -> Iterator[Node]:
+    """The tensors of which a constant takes the dtype."""
+    for each in graph.reached([node], _made_of):
+        facts, first = facts_of(each), graph.first_argument(each)
+        reads = Fact.KEEPS_DTYPE in facts or name_of(each) in ("dtype", "is_floating_point", "is_complex")
+        named = isinstance(each.kwargs.get("dtype"), torch.dtype)
+        if Fact.DESCRIBES in facts and reads and not named and isinstance(first, Node):
+            yield first
+
+
 def _bytes_of_weights(index: GraphIndex, node: Node) -> int:
     """How many bytes the parameters and buffers take that a constant is made of."""
-
-    def made_of(each: Node) -> list[Node]:
-        described = graph.first_argument(each) if Fact.DESCRIBES in facts_of(each) else None
-        return [value for value in each.all_input_nodes if value is not described]
-
-    parts = [each for each in graph.reached([node], made_of) if each.op in ("get_attr", "call_module")]
+    parts = [each for each in graph.reached([node], _made_of) if each.op in ("get_attr", "call_module")]
     held = {path: submodules.find(index.graph_module, path) for path in map(str, (n.target for n in parts))}
     tensors = submodules.tensors_of(held)
     return sum({id(tensor): tensor.nbytes for _, tensor in tensors}.values())

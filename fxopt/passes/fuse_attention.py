@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from fxopt import graph
 from fxopt.attention.attention_reader import Attention, AttentionReader
 from fxopt.attention.attention_steps import Obstacle, swaps_last
-from fxopt.attention.masks import Mask
+from fxopt.attention.masks import Mask, MaskReader
 from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
@@ -34,11 +34,13 @@ class FuseAttention(ReversibleRewrite[Attention]):
 
     A row of scores that is masked entirely gives something else, or has other gradients, where scores are set to a value
     (`masked_fill`), where a mask holds -inf, on a GPU also the least float32, and in float16. So these are refused, unless
-    `each_row_has_a_key`. A mask that comes in from outside is not looked at: a row of it that is -inf gives NaN when it is
+    `each_row_has_a_key`, or the mask is a constant with a key in each row, such as that of causal attention. A mask that comes in from outside is not looked at: a row of it that is -inf gives NaN when it is
     written out, and zeros from the call. So does a row of queries that is NaN.
 
     Attributes:
         each_row_has_a_key: tell that no row is masked entirely in any run. Random masks of `verify=True` may have such rows.
+        inference: tell that no run records gradients, of which a row that is masked entirely has others, and that buffers stay as
+            they are, in which models keep masks.
 
     Example:
         >>> import fxopt, torch
@@ -52,12 +54,14 @@ class FuseAttention(ReversibleRewrite[Attention]):
     """
 
     each_row_has_a_key: bool = False
+    inference: bool = False
 
     preserves_computation = True
 
     def match(self, graph_module: GraphModule) -> Iterator[Attention | Refusal]:
         """Yield what is attention, and refuse what looks like it."""
-        reader = AttentionReader(GraphIndex(graph_module), self.each_row_has_a_key)
+        index = GraphIndex(graph_module)
+        reader = AttentionReader(index, MaskReader(index, self.each_row_has_a_key, self.inference))
         for place in reader.places():
             try:
                 found: Attention | Refusal = reader.read(place)

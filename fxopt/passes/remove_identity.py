@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxopt import graph
-from fxopt.capture.runtime.input_guard import InputGuard
-from fxopt.capture.runtime.input_specs import TensorSpec, dtype_kind
 from fxopt.graph_index import GraphIndex
+from fxopt.obstacles.input_dtypes import CASTS, input_of_any_dtype
 from fxopt.operators import Fact, facts_of, reads_bits
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
@@ -65,8 +64,8 @@ class RemoveIdentity(ReversibleRewrite[Node]):
 def _obstacle(index: GraphIndex, node: Node, module: nn.Module | None) -> str | None:
     if module is not None:
         return index.removing_obstacle(node)
-    if graph.function_name(node) in _CASTS:
-        free = _input_of_any_dtype(index, node.all_input_nodes[0])
+    if graph.function_name(node) in CASTS:
+        free = input_of_any_dtype(index, node.all_input_nodes[0])
         if free is not None:
             return f"the input {free.name} may come in another dtype, from which this casts"
     source = node.all_input_nodes[0]
@@ -84,44 +83,6 @@ def _obstacle(index: GraphIndex, node: Node, module: nn.Module | None) -> str | 
     return index.memory.write_between(index.guard or index.nodes[0] if older else source, node)
 
 
-def _input_of_any_dtype(index: GraphIndex, node: Node) -> Node | None:
-    """An input that gives `node` its dtype, and may have another one in a later call; None if there is none."""
-    kind = dtype_kind(graph.value_of(node).dtype)
-    kinds = next((several for several in _RELATED if kind in several), {kind})
-
-    def sources(each: Node) -> list[Node]:
-        return [] if _names_dtype(each) or _has_one_dtype(index, each) else each.all_input_nodes
-
-    inputs = (each for each in graph.reached([node], sources) if each.op == "placeholder")
-    return next((each for each in inputs if _may_change(index, each, kinds)), None)
-
-
-def _may_change(index: GraphIndex, placeholder: Node, kinds: Collection[str]) -> bool:
-    """Tell whether a graph takes tensors of several dtypes of one of these kinds, or of any, as this input; of bool there is one."""
-    guard = None if index.guard is None else index.module(index.guard)
-    if index.guard is None or not isinstance(guard, InputGuard):
-        return "bool" not in kinds
-    specs = [spec for spec in guard.inputs if index.guard.kwargs[spec.name] is placeholder]
-    tensors = [spec for spec in specs if isinstance(spec, TensorSpec) and not spec.strict_dtype]
-    return any(
-        spec.any_dtype or ("bool" not in kinds and dtype_kind(spec.dtype) in kinds) for spec in tensors
-    )
-
-
-def _has_one_dtype(index: GraphIndex, node: Node) -> bool:
-    """Tell whether a call is one of a layer of torch's own that takes nothing but the dtype of its weight."""
-    module = index.called(node)
-    layers = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Embedding
-    return isinstance(module, layers) and bool(facts_of(node, module))
-
-
-def _names_dtype(node: Node) -> bool:
-    """Tell whether a call says itself which dtype it gives."""
-    options = (*node.args[1:], *node.kwargs.values())
-    name = graph.function_name(node)
-    return name in _CASTS and (name != "to" or any(isinstance(option, torch.dtype) for option in options))
-
-
 def _gives_back(index: GraphIndex, node: Node, module: nn.Module | None, facts: Fact) -> bool:
     if Fact.RANDOM in facts or type(module) is nn.Identity:
         return True
@@ -135,7 +96,7 @@ def _gives_back(index: GraphIndex, node: Node, module: nn.Module | None, facts: 
     if name == "pad":
         same = str((value.shape, value.stride())) == str((taken.shape, taken.stride()))
         return same and not any(graph.argument(node, "pad") or [1])
-    if name in _CASTS:
+    if name in CASTS:
         return value.dtype == taken.dtype and all(isinstance(option, torch.dtype) for option in options)
     if reads_bits(node):
         return False  # also where the dtype is the same, it has no gradients
@@ -147,8 +108,6 @@ def _gives_back(index: GraphIndex, node: Node, module: nn.Module | None, facts: 
 
 
 # The precision of either may be that of the other: `abs`, `torch.fft.fft`.
-_RELATED = ({"floating", "complex"},)
-_CASTS = ("to", "float", "double", "half", "bfloat16")
 
 
 def _takes_all(key: object) -> bool:

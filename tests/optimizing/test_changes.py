@@ -614,3 +614,57 @@ def test_other_rounding_errors_reach_what_the_forward_assigns():
         assert torch.equal(value, assigned + 1)
         own = trial.own(model.forward), trial.assigned(model)
     assert 0 < (assigned - own[1][0]).abs().max() < 1e-5
+
+
+class Caches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("cache", torch.zeros(8, 16), persistent=False)
+
+    def forward(self, x):
+        self.cache[: x.shape[0]] = self.layer(x)
+        return self.cache[: x.shape[0]] + 1
+
+
+@torch.no_grad()
+def test_a_buffer_that_has_the_values_already_is_written_all_the_same():
+    model = randomise(Caches().eval())
+    model(X)
+    fast = fxopt.optimize(model, (X,))
+    assert reasons(fast) == [None]
+    for x in (X * 2, X, X * 3):
+        torch.testing.assert_close(fast(x), copy.deepcopy(model)(x))
+    assert reasons(fast) == [None]
+
+
+class HoldsAGraph(nn.Module):
+    """Its state is taken by compiling a graph anew, as e3nn does, and so does each copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.steps = (
+            nn.Linear(16, 16),
+            torch.fx.symbolic_trace(nn.Sequential(nn.Linear(16, 16), nn.ReLU())),
+        )
+
+    def __getstate__(self):
+        self.steps.recompile()
+        return self.__dict__.copy()
+
+    def forward(self, x):
+        return self.steps(self.layer(x))
+
+
+@torch.no_grad()
+def test_a_graph_in_a_model_may_be_compiled_anew():
+    model = randomise(HoldsAGraph().eval())
+    fast = fxopt.optimize(model, (X,))
+    assert reasons(fast) == [None]
+    model.steps.recompile()
+    torch.testing.assert_close(fast(X), model(X), rtol=1e-5, atol=1e-5)
+    assert len(fast.report) == 1
+    model.steps.graph.find_nodes(op="call_module", target="1")[0].target = "0"
+    model.steps.recompile()
+    torch.testing.assert_close(fast(X), model(X), rtol=1e-5, atol=1e-5)
+    assert len(fast.report) == 2

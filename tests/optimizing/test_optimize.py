@@ -1,6 +1,7 @@
 """`fxopt.optimize`: the module stands for the model, is as exact, and computes by graphs where it can."""
 
 import copy
+import math
 import pickle
 import sys
 import threading
@@ -499,3 +500,46 @@ def test_the_capture_of_an_optimized_model_is_that_of_the_model():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert fxopt.trace(fast, (), text()).code == fxopt.trace(model, (), text()).code
+
+
+class ReturnsAWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.layer(x), self.layer.weight
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+def test_a_weight_that_the_graph_reads_is_not_given_up(precision):
+    model, x = ReturnsAWeight().eval(), torch.randn(8, 64)
+    fast = fxopt.optimize(model, (x,), precision=precision)
+    assert fast.report[0].reason is None
+    torch.testing.assert_close(fast(x)[1], model.layer.weight, rtol=0.01, atol=0.01)
+
+
+def padded_as_by_tensorflow(self, x):
+    size = x.shape[-1]
+    missing = max((math.ceil(size / 2) - 1) * 2 + 3 - size, 0)
+    return self.layer(nn.functional.pad(x, (missing // 2, missing - missing // 2)))
+
+
+@torch.no_grad()
+def test_bfloat16_with_a_free_size_that_is_rounded():
+    model = modules.module(padded_as_by_tensorflow, layer=nn.Conv1d(16, 16, 3, 2)).eval()
+    fast = fxopt.optimize(model, (torch.randn(2, 16, 50),), precision="bfloat16")
+    for length in (41, 50):
+        x = torch.randn(2, 16, length)
+        torch.testing.assert_close(fast(x), model(x), rtol=0.05, atol=0.05)
+    assert [report.reason for report in fast.report] == [None, None]
+
+
+@torch.no_grad()
+def test_lists_of_numbers_are_told_apart_in_the_report():
+    model = modules.module(lambda m, x, sizes: m.layer(x) * sizes[0], layer=nn.Linear(16, 16)).eval()
+    fast = fxopt.optimize(model)
+    for sizes in ([1, 2], [3, 4]):
+        fast(torch.randn(2, 16), sizes)
+    assert {report.inputs.partition("sizes: ")[2] for report in fast.report} == {"list(1, 2)", "list(3, 4)"}

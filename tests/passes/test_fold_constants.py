@@ -12,9 +12,10 @@ from torch.nn.utils import parametrize, prune
 
 import fxopt
 from fxopt import PassError, undo
+from fxopt.capture.runtime.input_guard import guard_of
 from fxopt.passes.fold_constants import FoldConstants
 from fxopt.testing import assert_round_trip, randomise
-from tests.before_after import fxopt_trace, rewritten
+from tests.before_after import fxopt_trace, refused, rewritten
 from tests.modules import module
 from tests.small_models import bert
 
@@ -38,7 +39,7 @@ class Uses(nn.Module):
         (lambda m, x: x + torch.arange(4, device=x.device) * 2, 1),
         (lambda m, x: x * m.table[:, :1].cos() + m.table.sin(), 2),
         (lambda m, x: x.masked_fill(torch.ones(3, 4, dtype=torch.bool).tril(), 0.0), 1),
-        (lambda m, x: x + x.new_zeros(3, 4).add(1) + torch.full((4,), 0.5), 2),
+        (lambda m, x: x + x.new_zeros(3, 4, dtype=torch.float32).add(1) + torch.full((4,), 0.5), 2),
         (lambda m, x: x + torch.stack(torch.arange(8).reshape(2, 4).split(1)).sum(0), 1),
     ],
 )
@@ -146,6 +147,27 @@ def test_the_preamble_of_bert_is_folded_and_comes_back():
     assert len(changed.graph.nodes) < len(before.graph.nodes) - 5
     assert torch.equal(changed(**inputs).logits, expected.logits)
     assert_round_trip(before, undo(changed))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: x * (x.new_ones(4) * 3),
+        lambda m, x: x * (torch.ones_like(x) * 0.1),
+    ],
+)
+def test_a_constant_in_the_dtype_of_an_input_stays_where_the_input_may_have_another(function):
+    model = Uses(function)
+    refused(
+        FoldConstants(),
+        model,
+        X,
+        reason="x may come in another dtype, and gives this its own",
+        trace=fxopt_trace,
+    )
+    traced = fxopt.trace(model.eval(), (X,))
+    guard_of(traced).fix_dtypes()
+    assert FoldConstants().explain(traced).sites
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

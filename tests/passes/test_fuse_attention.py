@@ -464,6 +464,63 @@ def test_infinite_masks_where_each_row_has_a_key():
         assert after(X.double()).isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, q, k, v: (
+            scores(q, k).masked_fill(~torch.ones(5, 5).tril().bool(), -math.inf).softmax(-1) @ v
+        ),
+        lambda m, q, k, v: torch.where(torch.ones(5, 5).tril() == 1, scores(q, k), MIN).softmax(-1) @ v,
+        lambda m, q, k, v: (scores(q, k) + torch.full((5, 5), -math.inf).triu(1)).softmax(-1) @ v,
+        lambda m, q, k, v: (
+            (scores(q, k) + torch.full((5, 5), -math.inf).triu(1).type_as(q)).softmax(-1).type_as(q) @ v
+        ),
+        lambda m, q, k, v: (
+            scores(q, k).masked_fill_(torch.ones(5, 5).triu(1).bool(), -math.inf).div(2).softmax(-1) @ v
+        ),
+    ],
+)
+def test_a_constant_mask_with_a_key_in_each_row(function):
+    """As in minGPT: the mask is made of sizes, or is a table of the model."""
+    rewritten(FuseAttention(), Attends(function), X, sites=1, trace=fxopt_trace)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, q, k, v: (scores(q, k) + torch.full((5, 5), -math.inf).triu(0)).softmax(-1) @ v,
+        lambda m, q, k, v: (
+            (scores(q, k) + torch.full((5, 5), -math.inf).triu(1))
+            .masked_fill(torch.eye(5) == 1, -math.inf)
+            .softmax(-1)
+            @ v
+        ),
+    ],
+)
+def test_masks_that_may_leave_a_row_no_key(function):
+    refused(FuseAttention(), Attends(function), X, reason="each_row_has_a_key", trace=fxopt_trace)
+
+
+def test_with_buffers_that_stay_a_mask_in_one_is_a_constant():
+    model = Attends(lambda m, q, k, v: (scores(q, k) + m.hidden).softmax(-1) @ v)
+    traced = fxopt_trace(model.eval(), [X])
+    assert not FuseAttention().explain(traced).sites
+    assert len(calls(FuseAttention(inference=True)(traced))) == 1
+    torch.testing.assert_close(traced(X), model(X))
+
+
+def test_without_gradients_a_row_that_is_masked_entirely_counts_only_where_it_is_nan():
+    model = Attends(lambda m, q, k, v, p: scores(q, k).masked_fill(~p, MIN).softmax(-1) @ v)
+    assert not FuseAttention().explain(fxopt_trace(model.eval(), [X, PADDING])).sites
+    traced = fxopt_trace(model.double(), [X.double(), PADDING])
+    after = FuseAttention(inference=True)(copy.deepcopy(traced))
+    assert len(calls(after)) == 1
+    for mask in (PADDING, torch.zeros_like(PADDING)):
+        torch.testing.assert_close(after(X.double(), mask), traced(X.double(), mask), rtol=1e-12, atol=1e-12)
+    model = Attends(lambda m, q, k, v, p: scores(q, k).masked_fill(~p, -math.inf).softmax(-1) @ v)
+    assert not FuseAttention(inference=True).explain(fxopt_trace(model.eval(), [X, PADDING])).sites
+
+
 def test_a_mask_in_another_dtype_is_refused():
     model = Attends(lambda m, q, k, v, b: (scores(q, k) + b).softmax(-1) @ v)
     refused(FuseAttention(), model, X, BIAS.bfloat16(), reason="is in torch.bfloat16", trace=fxopt_trace)

@@ -6,6 +6,7 @@ import ast
 import itertools
 import json
 import keyword
+import math
 import operator
 from typing import Any
 
@@ -18,6 +19,7 @@ from fxopt.errors import TraceError
 
 # Functions of these modules compute with symbols; those of Python itself would ask for a number.
 _SYMBOLIC = (operator.add.__module__, "torch")
+_ROUNDING = (math.floor, math.ceil, math.trunc, round)
 _NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -51,7 +53,8 @@ def _value(node: Node) -> Any:
         return args[0].size(*args[1:])
     if isinstance(target, type) and not issubclass(target, _NUMBERS):
         return target(*args, **kwargs)
-    if getattr(target, "__module__", "") in _SYMBOLIC and all(isinstance(value, _NUMBERS) for value in args):
+    symbolic = target in _ROUNDING or getattr(target, "__module__", "") in _SYMBOLIC
+    if symbolic and all(isinstance(value, _NUMBERS) for value in args):
         return target(*args, **kwargs)
     return None
 

@@ -1,0 +1,57 @@
+"""Whether an input may come in another dtype than in the trace: what is decided by its dtype then holds for one of them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from fxopt import graph
+from fxopt.capture.runtime.input_guard import InputGuard
+from fxopt.capture.runtime.input_specs import TensorSpec, dtype_kind
+from fxopt.graph_index import GraphIndex
+from fxopt.operators import facts_of
+
+_RELATED = ({"floating", "complex"},)
+CASTS = ("to", "float", "double", "half", "bfloat16")
+"""The names of methods that give a tensor another dtype."""
+
+
+def input_of_any_dtype(index: GraphIndex, node: Node) -> Node | None:
+    """An input that gives `node` its dtype, and may have another one in a later call; None if there is none."""
+    kind = dtype_kind(graph.value_of(node).dtype)
+    kinds = next((several for several in _RELATED if kind in several), {kind})
+
+    def sources(each: Node) -> list[Node]:
+        return [] if _names_dtype(each) or _has_one_dtype(index, each) else each.all_input_nodes
+
+    inputs = (each for each in graph.reached([node], sources) if each.op == "placeholder")
+    return next((each for each in inputs if _may_change(index, each, kinds)), None)
+
+
+def _may_change(index: GraphIndex, placeholder: Node, kinds: Collection[str]) -> bool:
+    """Tell whether a graph takes tensors of several dtypes of one of these kinds, or of any, as this input; of bool there is one."""
+    guard = None if index.guard is None else index.module(index.guard)
+    if index.guard is None or not isinstance(guard, InputGuard):
+        return "bool" not in kinds
+    specs = [spec for spec in guard.inputs if index.guard.kwargs[spec.name] is placeholder]
+    tensors = [spec for spec in specs if isinstance(spec, TensorSpec) and not spec.strict_dtype]
+    return any(
+        spec.any_dtype or ("bool" not in kinds and dtype_kind(spec.dtype) in kinds) for spec in tensors
+    )
+
+
+def _has_one_dtype(index: GraphIndex, node: Node) -> bool:
+    """Tell whether a call is one of a layer of torch's own that takes nothing but the dtype of its weight."""
+    module = index.called(node)
+    layers = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Embedding
+    return isinstance(module, layers) and bool(facts_of(node, module))
+
+
+def _names_dtype(node: Node) -> bool:
+    """Tell whether a call says itself which dtype it gives."""
+    options = (*node.args[1:], *node.kwargs.values())
+    name = graph.function_name(node)
+    return name in CASTS and (name != "to" or any(isinstance(option, torch.dtype) for option in options))
