@@ -120,7 +120,7 @@ class ForgetsTheBias(FuseBiasInLinear):
 
 def test_parts_are_verified():
     traced = fxopt.trace(randomise(Head()), (torch.randn(2, 4),))
-    with pytest.warns(VerificationWarning, match="alone: q differs by"):
+    with pytest.warns(VerificationWarning, match=r"took back its rewrite of .*: q differs by"):
         compose(ChangeTrueDivToMulByInverse(), ForgetsTheBias())(traced, verify=True)
     assert [step.name for step in history(traced)] == ["ChangeTrueDivToMulByInverse()"]
 

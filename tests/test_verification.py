@@ -72,7 +72,7 @@ def test_a_forgotten_bias_is_found_and_named():
     graph_module = thirteen()
     expected = graph_module(X)
     with pytest.warns(
-        VerificationWarning, match=r"layers_7 \(in layers.7, from .*\) alone: layers_7 differs by"
+        VerificationWarning, match=r"layers_7 \(in layers.7, from .*\): layers_7 differs by"
     ) as caught:
         ForgetsABias()(graph_module, verify=True)
     assert caught[0].filename == __file__

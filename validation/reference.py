@@ -32,7 +32,7 @@ FILES = """## Files
 | `latest/passes/<pass>.md` | one pass: models, where it rewrites, what it refuses, error and gain |
 | `latest/repro/<case>.py` | a script that shows a failure without the harness |
 | `history/<run>.parquet` | every whole run |
-| `baseline/records.parquet` | the run that `fxopt compare` takes as the baseline |
+| `baseline/records.parquet` | a run to give `fxopt compare` as the baseline |
 | `architectures/` | the last sweep over every architecture of transformers |
 | `running/<run>.jsonl` | the journal of a run that is not finished: one line a record |
 """

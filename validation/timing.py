@@ -56,11 +56,8 @@ class Others:
         machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
         working = ("user", "nice", "system", "irq", "softirq", "steal")
         busy = sum(getattr(machine, name, 0.0) for name in working)
-        return (
-            time.perf_counter(),
-            busy,
-            sum(own[:4]),
-        )  # user and system, and those of children that have ended
+        # Of own times user and system, and those of children that have ended.
+        return time.perf_counter(), busy, sum(own[:4])
 
 
 def peak_mb(run: Callable[[], object], device: str) -> float:
@@ -72,9 +69,8 @@ def peak_mb(run: Callable[[], object], device: str) -> float:
         torch.cuda.synchronize(device)
         return float(torch.cuda.max_memory_allocated(device) - before) / 1e6
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints lines for each profile
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
         run()
     kineto: Any = profile.profiler
     events = [e for e in kineto.kineto_results.events() if e.name() == "[memory]"]
@@ -90,10 +86,10 @@ def in_random_order(
     enough: Callable[[Times], bool] = lambda times: False,
     most: float = math.inf,
 ) -> Times:
-    """Takes every turn once a round, until the seconds are used up or it is enough, in at least `fewest` rounds.
+    """Takes every turn once a round, until the seconds are used up or it is enough, in `fewest` to `most` rounds.
 
-    There are at most `most`. A turn does its work and returns the seconds that count. The garbage collector runs between rounds alone. `enough`
-    is asked again when there are half as many rounds more than when it was asked last.
+    A turn does its work and returns the seconds that count. The garbage collector runs between rounds alone. `enough` is asked
+    again when there are half as many rounds more.
     """
     times: Times = {name: [] for name in turns}
     end, rounds, ask = time.perf_counter() + seconds, 0, fewest
@@ -134,9 +130,7 @@ def cores() -> int:
 
 
 def timing_threads() -> int:
-    """Half of the cores that this process may use: when other programs run, threads on all cores wait for each
-    other, and a run takes a hundred times as long.
-    """
+    """Half of the cores that this process may use: threads on all cores wait for each other when other programs run."""
     return max(1, cores() // 2)
 
 

@@ -155,7 +155,7 @@ class Rewrite(Transformation, Generic[S]):
                     before.put_back()
                     del rewriter.log[start:]
                     rows[row.node] = row._replace(reason=reason)
-                    warn(f"{self!r} left {row.place} alone: {reason}", VerificationWarning)
+                    warn(f"{self!r} took back its rewrite of {row.place}: {reason}", VerificationWarning)
                     break  # what came back may be another node than the one in the sites: match again
                 marked += nodes
             else:

@@ -79,7 +79,7 @@ def _wrong_count(
     refused = f"; refused {why[0][1]} times: {why[0][0]}" if why else ""
     return (
         f"{pipeline[0]} rewrites {found} sites in {model}, {recorded} are recorded{refused}. If it is right now, "
-        f"`fxopt zoo sites --model {model}` records it anew (for a zoo of your own, with --zoo)"
+        f"`fxopt zoo sites --model {model}` records it anew (for a zoo of your own: `fxopt zoo sites FILE --model {model}`)"
     )
 
 

@@ -92,14 +92,12 @@ def accept_command(
     case: Annotated[str, typer.Argument(help="The id of a case.")],
     reason: Annotated[str, typer.Option(help="Why its change is right; the baseline keeps it.")],
     current: Annotated[Path, typer.Option(help="The run that has the change.")] = Path("reports/latest"),
-    baseline: Annotated[Path, typer.Option(help="The run that others are compared with.")] = Path(
-        "reports/baseline"
-    ),
+    baseline: Annotated[Path, typer.Option(help="The run to compare with.")] = Path("reports/baseline"),
 ) -> None:
     """Expects of one case, from now on, what it did in CURRENT: that row takes the place of the one in BASELINE.
 
     A case that CURRENT does not have is expected no more. One that fails is refused: known_failures of the zoo is the
-    place for it, with the stage and the message.
+    place for it, with its check, pipeline and reason.
     """
     with one_line_errors():
         store.accept(case, reason, current, baseline)

@@ -14,21 +14,24 @@ EVERYTHING_ELSE = {"allow_extra_args": True, "ignore_unknown_options": True}
 """All that is no option of the command goes to pytest."""
 
 STATUS = {
-    pytest.ExitCode.INTERRUPTED: 130,
-    pytest.ExitCode.USAGE_ERROR: 2,
-    pytest.ExitCode.NO_TESTS_COLLECTED: 2,
+    pytest.ExitCode.INTERRUPTED: (130, "interrupted: with --resume, the rest is run"),
+    pytest.ExitCode.USAGE_ERROR: (2, ""),
+    pytest.ExitCode.NO_TESTS_COLLECTED: (2, "no case is chosen: --collect-only lists them"),
 }
-"""The exit statuses that pytest's become; the others stay."""
+"""The exit statuses that pytest's become, with what to say; the others stay."""
 
 
 class _Options(dict[str, str]):
     """The options of the plugin with their help, in the place of pytest's parser."""
+
+    with_value: str = ""  # those that take one, as a pattern
 
     def getgroup(self, name: str, description: str) -> _Options:
         return self
 
     def addoption(self, name: str, *, metavar: str = "", help: str, **how: Any) -> None:
         self[name.removeprefix("--fx-")] = f"{metavar}  {help}".replace("--fx-", "--").strip()
+        self.with_value += f"|{name}" if how.get("action", "store") in ("store", "append") else ""
 
 
 OPTIONS = _Options()
@@ -44,8 +47,14 @@ def validate(context: typer.Context) -> None:
     case is chosen; 130 when interrupted.
     """
     given = [re.sub(rf"^--({'|'.join(OPTIONS)})(?=$|=)", r"--fx-\1", each) for each in context.args]
+    # By itself, pytest would take a value that names a folder for the root of its configuration.
+    for place in reversed(range(len(given) - 1)):
+        if re.fullmatch(OPTIONS.with_value[1:], given[place]):
+            given[place : place + 2] = [f"{given[place]}={given[place + 1]}"]
     # This process has imported fxopt already, so pytest cannot rewrite its assertions, and need not say so.
     quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     arguments = [*quiet, "-p", "pytest_fxopt", "--pyargs", str(__package__).rpartition(".")[0], *given]
     ended = pytest.main(arguments)
-    raise typer.Exit(STATUS.get(pytest.ExitCode(ended), int(ended)))
+    status, advice = STATUS.get(pytest.ExitCode(ended), (int(ended), ""))
+    typer.echo(advice, err=True, nl=bool(advice))
+    raise typer.Exit(status)
