@@ -159,6 +159,16 @@ def shape_of(node: Node) -> tuple[int, ...] | None:
     return tuple(int(size.node.hint) if isinstance(size, torch.SymInt) else int(size) for size in sizes)
 
 
+def unknown_shape(node: Node) -> str:
+    """Say that the shape of a value is unknown, and what its user can do."""
+    if isinstance(_description(node), Tensor):
+        return f"the shape of {node.name} depends on the values of an input"
+    return (
+        f"the shape of {node.name} is unknown: capture the model with fxopt.trace, or run "
+        "torch.fx.passes.fake_tensor_prop.FakeTensorProp with FakeTensorMode(allow_non_fake_inputs=True)"
+    )
+
+
 def _description(node: Node) -> Any:
     value = value_of(node)
     return node.meta.get("tensor_meta") if value is None else value  # that is what fx's ShapeProp writes

@@ -108,13 +108,10 @@ def kernel_for(
         return Found(None, f"this machine has no kernel for packed weights like its own ({what}{sizes})")
     value = graph.input_of(node, layer)
     shape = None if value is None else graph.shape_of(value)
-    if shape is None or not all(shape):
-        return Found(
-            None,
-            "the size of its input is not known, so that its kernels cannot be measured: capture the model with "
-            "fxopt.trace, or run torch.fx.passes.fake_tensor_prop.FakeTensorProp on the graph module, with "
-            "FakeTensorMode(allow_non_fake_inputs=True)",
-        )
+    if shape is None:
+        return Found(None, graph.unknown_shape(value or node))
+    if not all(shape):
+        return Found(None, "its input is empty")
     users = [*node.users]
     activation = activation_of(index, users[0]) if len(users) == 1 else None
     if tune is not True:

@@ -32,10 +32,7 @@ def described(node: Node) -> Tensor:
     """
     value = graph.value_of(node)
     if not isinstance(value, Tensor):
-        raise Obstacle(
-            f"the shape of {node.name} is unknown: trace with fxopt.trace, or run "
-            "torch.fx.passes.fake_tensor_prop.FakeTensorProp"
-        )
+        raise Obstacle(graph.unknown_shape(node))
     return value
 
 

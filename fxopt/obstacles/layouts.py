@@ -84,13 +84,8 @@ def regions(index: GraphIndex, convs: Collection[Node]) -> Iterator[Region]:
 def region_obstacle(index: GraphIndex, region: Region) -> str | None:
     """Why a region cannot be in channels_last; `None` if it can."""
     for node in region.nodes:
-        value = graph.value_of(node)
-        if not isinstance(value, Tensor) or value.dim() not in (3, 4):
-            return (
-                f"the shape of {node.name} is not known: capture the model with fxopt.trace, or run "
-                "torch.fx.passes.fake_tensor_prop.FakeTensorProp on the graph module, with "
-                "FakeTensorMode(allow_non_fake_inputs=True)"
-            )
+        if not isinstance(graph.value_of(node), Tensor):
+            return graph.unknown_shape(node)
     roots, inside = _roots(index, region), {*region.nodes}
     returned = any(index.memory.is_returned(node) for node, _ in region.borders)
     for value in (node.all_input_nodes[0] for node in region.convs if returned):

@@ -86,6 +86,32 @@ def test_without_metadata_there_is_a_reason(pass_, layer, x):
     assert len(pass_.explain(traced).sites) == 1
 
 
+def chosen(self, x):
+    return self.layer(x[x[:, 0] > 0])
+
+
+@pytest.mark.parametrize(
+    ("pass_", "model", "x", "reason"),
+    [
+        (
+            PackLinears(),
+            module(chosen, layer=nn.Linear(16, 16)),
+            torch.randn(4, 16),
+            "depends on the values of an input",
+        ),
+        (PackLinears(), nn.Sequential(nn.Linear(16, 16)), torch.randn(0, 16), "its input is empty"),
+        (
+            PackConvs(),
+            nn.Sequential(nn.Conv1d(4, 4, 3)),
+            torch.randn(4, 9),
+            "so that it is no batch of images",
+        ),
+    ],
+)
+def test_inputs_for_which_no_kernel_is_measured(pass_, model, x, reason):
+    refused(pass_, model, x, reason=reason, trace=fxopt_trace)
+
+
 @pytest.mark.parametrize("pass_", [PackLinears(), PackConvs()])
 def test_hooks_and_other_devices_are_refused(pass_):
     model = module(lambda m, x, y: (m.a(x), m.b(y)), a=nn.Linear(8, 8), b=nn.Conv2d(3, 4, 1))
