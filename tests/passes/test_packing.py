@@ -104,7 +104,7 @@ def chosen(self, x):
             PackConvs(),
             nn.Sequential(nn.Conv1d(4, 4, 3)),
             torch.randn(4, 9),
-            "so that it is no batch of images",
+            "its input has no batch dimension",
         ),
     ],
 )
