@@ -8,6 +8,7 @@ import numpy
 import pandas
 import pytest
 import torch
+import yaml
 from transformers import BertConfig, BertModel
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +35,14 @@ def test_the_figures_of_the_validation_are_those_of_the_baseline():
     assert f"{outcomes.sum():,} cases: {outcomes['pass']:,} pass, {outcomes['no-op']} no-op" in README
     assert f"{outcomes.get('fail', 0)} fail" in README
     assert set(outcomes.index) <= {"pass", "no-op"}
+
+
+def test_the_baseline_has_every_pass_and_every_model():
+    table = pandas.read_parquet(BASELINE / "records.parquet")
+    zoo = yaml.safe_load((ROOT / "model_zoo.yaml").read_text())["models"]
+    sites = yaml.safe_load((ROOT / "model_zoo.sites.yaml").read_text())
+    assert {*map(str, next(iter(sites.values())))} <= {*table["pipeline"]}
+    assert {each["name"] for each in zoo if "extra" not in each.get("tags", ())} <= {*table["model"]}
 
 
 def test_the_figures_of_the_capture_are_those_of_the_sweep():
