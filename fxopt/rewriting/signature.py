@@ -83,6 +83,8 @@ def _digest(value: Any, within: tuple[int, ...]) -> str:
 
 def _content(value: Any) -> list[Any]:
     """The parts that a value consists of."""
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         return [_code(value.__code__), cells, value.__defaults__, value.__kwdefaults__]
