@@ -218,6 +218,8 @@ def place(owner: nn.Module, path: str, value: Any) -> None:
         Tensor: buffers_of(owner),
     }
     wanted = next((held for kind, held in registries.items() if isinstance(value, kind)), None)
+    if wanted is None and value is not None:
+        raise TypeError(f"{path} takes a module or a tensor, not a {type(value).__name__}")
     for held in registries.values():
         if held is not wanted:
             held.pop(name, None)

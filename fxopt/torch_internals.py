@@ -145,7 +145,7 @@ TorchDispatchMode = private(
 )
 enable_python_dispatcher = private(
     "torch._dispatch.python.enable_python_dispatcher",
-    "where sizes are free, models are hardly captured, and some nodes get no metadata",
+    "where sizes are free, some nodes get no metadata",
     contextlib.nullcontext,
 )
 statically_known_true = private(
@@ -177,8 +177,8 @@ PARAMETERS, BUFFERS, MODULES, NON_PERSISTENT = REGISTRIES = (
 )
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 DERIVED_FROM_GRAPH = ("_graph", "_code", "_lineno_map", "_prologue_start", "_compiled_call_impl")
-"""Attributes that a `GraphModule` derives from its graph."""
-COMPILED = "_compiled_call_impl"
+"""Attributes that a `GraphModule` derives from its graph, and what `Module.compile` makes."""
+COMPILED = DERIVED_FROM_GRAPH[-1]
 """The attribute in which a module keeps what `Module.compile` makes, and which is called in place of the forward."""
 parameters_of, buffers_of, modules_of, non_persistent_of = (
     attribute(_NEW_MODULE, name, LAYERS) for name in REGISTRIES

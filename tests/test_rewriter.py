@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import fxopt
 from fxopt import (
     PassError,
     ReversibleRewrite,
@@ -735,3 +736,26 @@ def test_a_pass_that_only_marks_is_undone():
     assert [step.nodes for step in history(marks(traced))] == [1]
     assert not marks.get_transformed_nodes(marks(traced, reverse=True))
     assert_round_trip(before, traced)
+
+
+class ToBuffer(fxopt.ReversibleRewrite):
+    """A parameter becomes a buffer of the same name."""
+
+    def match(self, graph_module):
+        reading = graph_module.graph.find_nodes(op="get_attr", target="a")
+        yield from (node for node in reading if isinstance(graph_module.a, nn.Parameter))
+
+    def apply(self, rewriter, node):
+        rewriter.swap({"a": rewriter.graph_module.a.detach().clone()})
+        return node
+
+
+def test_undo_brings_back_a_parameter_that_became_a_buffer_in_its_place():
+    a, b = nn.Parameter(torch.ones(4), False), nn.Parameter(torch.ones(4), False)
+    graph_module = fxopt.trace(
+        module(lambda self, x: x * self.a + self.b, a=a, b=b).eval(), (torch.ones(2, 4),)
+    )
+    before = copy.deepcopy(graph_module)
+    ToBuffer()(graph_module)
+    assert [name for name, _ in graph_module.named_buffers()] == ["a"]
+    assert_round_trip(before, fxopt.undo(graph_module))

@@ -31,6 +31,7 @@ class Mask:
         fill: the value that stands where `node` is `where`; None where `node` is added.
         where: at which elements of `node` the value stands.
         unless: why the attention cannot be one call if a row of scores is masked entirely; None where it can.
+        finite: whether such a row differs in its gradients alone, on the CPU.
     """
 
     node: Node
@@ -38,6 +39,7 @@ class Mask:
     fill: float | Node | None = None
     where: bool = True
     unless: str | None = None
+    finite: bool = False
 
 
 class MaskReader:
@@ -77,17 +79,18 @@ class MaskReader:
         unless = "in a row that is masked entirely, scores would have gradients that they do not have"
         if number == -math.inf:
             unless = "masked scores are -inf: a row that is masked entirely is NaN, and would be zeros"
-        elif self._inference:
-            return Mask(node, step, fill, where)
-        return Mask(node, step, fill, where, unless)
+        return Mask(node, step, fill, where, unless, number > -math.inf)
 
     def check_rows(self, masks: Sequence[Mask], dtype: torch.dtype | None) -> None:
         """Raise an Obstacle if a row of scores may be masked entirely, where that matters."""
         reasons = [mask.unless for mask in masks if mask.unless]
         if masks and dtype == torch.float16:
             reasons.append("in float16, a row that is masked entirely would have other weights")
-        # Two masks may leave a row no key together.
-        if reasons and not (self._each_row_has_a_key or (len(masks) == 1 and self._leaves_keys(masks[0]))):
+        elif len(masks) == 1:  # two may leave a row no key together, and add up to -inf
+            on_cpu = graph.value_of(masks[0].step).device.type == "cpu"
+            no_matter = self._inference and masks[0].finite and on_cpu
+            reasons = [] if no_matter or (reasons and self._leaves_keys(masks[0])) else reasons
+        if reasons and not self._each_row_has_a_key:
             raise Obstacle(f"{reasons[0]}. Where there is no such row, give each_row_has_a_key=True")
 
     def _leaves_keys(self, mask: Mask) -> bool:
@@ -98,7 +101,7 @@ class MaskReader:
         if node not in self._constants or self._index.memory.written(node):
             return False
         value = computed_constant(self._index.graph_module, node, {})
-        hidden = value <= _SMALLEST if mask.fill is None else value == mask.where
+        hidden = value <= _LEAST_ELSEWHERE if mask.fill is None else value == mask.where
         return not bool(hidden.all(-1).any())
 
     def _may_hold(self, least: float, mask: Node) -> bool:
@@ -142,4 +145,4 @@ _SMALLEST = torch.finfo(torch.bfloat16).min
 """The value that masks with at most: a score that is added to it is lost in rounding, in every dtype but float16."""
 
 CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16")
-"""Methods that give a tensor another dtype."""
+"""Methods by which models change the dtype of scores and masks."""

@@ -69,6 +69,8 @@ class ScoreReader:
         elif name in CASTS:
             options = [*step.args[1:], *step.kwargs.values()]
             stays = name == "type_as" and described(step).device == described(source).device
+            if graph.first_argument(step) is not source:
+                raise Obstacle(f"{step.name} takes nothing but the dtype of the scores")
             if not stays and not all(isinstance(option, torch.dtype) for option in options):
                 raise Obstacle(f"{step.name} may move the scores to another device")
         elif name == "softmax" and not scores.normalised:

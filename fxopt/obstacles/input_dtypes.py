@@ -1,4 +1,4 @@
-"""Whether an input may come in another dtype than in the trace: what is decided by its dtype then holds for one of them alone."""
+"""Inputs that may come in another dtype than in the trace: what their dtype decides holds for that of the trace alone."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from fxopt.capture.runtime.input_specs import TensorSpec, dtype_kind
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import facts_of
 
+# The precision of either may be that of the other: `abs`, `torch.fft.fft`.
 _RELATED = ({"floating", "complex"},)
 CASTS = ("to", "float", "double", "half", "bfloat16")
-"""The names of methods that give a tensor another dtype."""
+"""Methods that give back their tensor where it has the dtype already."""
 
 
 def input_of_any_dtype(index: GraphIndex, node: Node) -> Node | None:

@@ -20,7 +20,7 @@ from fxopt.graph_index import GraphIndex
 from fxopt.memory import version_of
 from fxopt.objects import tensors_in
 from fxopt.optimizing.inputs import Inputs
-from fxopt.outputs import mapped, restored
+from fxopt.outputs import mapped, restored, same_bits
 from fxopt.submodules import parts, split_path, tensors_of
 
 Function = Callable[..., Any]
@@ -126,7 +126,7 @@ class Trial:
 
         def again(*args: Any, **kwargs: Any) -> Any:
             ask()
-            with restored(self._model, self._written) if self._left else contextlib.nullcontext():
+            with restored(self._model, self._written) if self._written else contextlib.nullcontext():
                 return function(*args, **kwargs)
 
         return again
@@ -140,8 +140,12 @@ class Trial:
             for name, buffer in self._model.named_buffers():
                 if buffer is not buffers.get(name, buffer):
                     raise Unused(f"the forward replaces the buffer {name!r}. Write into it with `.copy_()`.")
-            written = ((name, t) for name, (t, _) in before.items() if version_of(t) != versions[name])
-            left = {name: t.detach().clone() for name, t in written}
+            # torch counts no writes of `batch_norm` and into `.data`; others may leave the values that were there.
+            left = {
+                name: t.detach().clone()
+                for name, (t, old) in before.items()
+                if version_of(t) != versions[name] or not same_bits(old, t)
+            }
             # An output may be a view of a buffer.
             return mapped(value, Tensor.clone) if left else value, left
 

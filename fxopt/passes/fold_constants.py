@@ -29,7 +29,8 @@ class FoldConstants(ReversibleRewrite[Node]):
     """Replaces tensors that depend on no input by buffers: position ids, causal masks, rotary tables.
 
     A tensor is constant where it is made of numbers, and of buffers that are not in the `state_dict`, by functions
-    of torch. The device of an input counts as known: a folded graph module and its inputs are on one device. The
+    of torch. The device of an input counts as known: a folded graph module and its inputs are on one device. Its dtype does
+    not where the graph accepts several: `torch.ones_like(x)` stays. The
     buffers are not in the `state_dict`, either. `.half()` and the like cast a constant where they would have cast
     what it is made of.
 

@@ -33,14 +33,15 @@ class FuseAttention(ReversibleRewrite[Attention]):
     because it rounds less on the way.
 
     A row of scores that is masked entirely gives something else, or has other gradients, where scores are set to a value
-    (`masked_fill`), where a mask holds -inf, on a GPU also the least float32, and in float16. So these are refused, unless
-    `each_row_has_a_key`, or the mask is a constant with a key in each row, such as that of causal attention. A mask that comes in from outside is not looked at: a row of it that is -inf gives NaN when it is
-    written out, and zeros from the call. So does a row of queries that is NaN.
+    (`masked_fill`), where a mask holds -inf, on a GPU also the least float32, and in float16. Such masks are refused, but for
+    a single constant one with a key in each row, as in causal attention, and with `each_row_has_a_key` or `inference`. A mask
+    that comes in from outside is not looked at: a row of it that is -inf gives NaN when it is written out, and zeros from
+    the call. So does a row of queries that is NaN.
 
     Attributes:
         each_row_has_a_key: tell that no row is masked entirely in any run. Random masks of `verify=True` may have such rows.
-        inference: tell that no run records gradients, of which a row that is masked entirely has others, and that buffers stay as
-            they are, in which models keep masks.
+        inference: tell that no run records gradients, and that parameters and buffers stay as they are: a mask that is made of
+            them is a constant, and one that sets scores to a finite number is rewritten on the CPU.
 
     Example:
         >>> import fxopt, torch

@@ -107,9 +107,6 @@ def _gives_back(index: GraphIndex, node: Node, module: nn.Module | None, facts: 
     return same and (reshapes or (name == "getitem" and _takes_all(node.args[1])))
 
 
-# The precision of either may be that of the other: `abs`, `torch.fft.fft`.
-
-
 def _takes_all(key: object) -> bool:
     keys = key if isinstance(key, tuple) else (key,)
     return all(item is Ellipsis or (isinstance(item, slice) and item.step in (None, 1)) for item in keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from fxopt import graph, submodules
@@ -92,7 +92,7 @@ def _check(edit: NodeEdit, node: Node) -> None:
 
 
 def _restore(graph_module: GraphModule, edit: Swapped) -> set[str]:
-    """Put back what stood at each path, made of what stands there now; returns the paths of the modules that hold other names then."""
+    """Put back what stood at each path, made of what stands there now; returns the paths of modules whose order may change by that."""
     now = {path: submodules.find(graph_module, path) for path in edit.left}
     for path, left in edit.left.items():
         if left is None and now[path] is not None:
@@ -116,8 +116,14 @@ def _restore(graph_module: GraphModule, edit: Swapped) -> set[str]:
                 value.train(is_now)
     submodules.place_all(graph_module, {**dict.fromkeys(edit.left), **restored})
     # What is put back in its own place keeps the order, of which an earlier step may have noted another one.
-    changed = restored.keys() ^ {path for path, value in now.items() if value is not None}
+    changed = (p for p in {*now, *restored} if _registry(now.get(p)) != _registry(restored.get(p)))
     return {submodules.split_path(path)[0] for path in changed}
+
+
+def _registry(value: object) -> int:
+    """A number for modules, one for parameters, and one for buffers: each has its own order."""
+    kinds = (nn.Module, nn.Parameter, Tensor)
+    return next((number for number, kind in enumerate(kinds) if isinstance(value, kind)), len(kinds))
 
 
 def _changed(what: str, node: Node | None = None) -> UndoError:

@@ -403,6 +403,13 @@ def test_in_inference_a_table_of_weights_is_made_anew(forward):
         torch.testing.assert_close(traced(x), eager(x), rtol=1e-12, atol=1e-12)
 
 
+def test_a_table_of_weights_is_refused_where_the_layer_that_holds_them_is_trained():
+    model = model_of(of_weights).eval()
+    model.dense.train()
+    with pytest.raises(fxopt.TraceError, match="the forward assigns to 'table"):
+        fxopt.trace(model, (torch.randn(2, 5, 4, dtype=torch.float64),))
+
+
 def test_a_table_of_weights_that_the_forward_writes_is_refused():
     model = model_of(written_between).eval()
     before = copy.deepcopy(model.state_dict())

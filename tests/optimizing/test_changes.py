@@ -638,6 +638,35 @@ def test_a_buffer_that_has_the_values_already_is_written_all_the_same():
     assert reasons(fast) == [None]
 
 
+class CountsNoWrites(nn.Module):
+    """torch raises no version of what these two write."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(16), nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.data.add_(1)
+        return self.layer(F.batch_norm(x, self.norm.running_mean, self.norm.running_var, training=True))
+
+
+@torch.no_grad()
+def test_timing_leaves_buffers_alone_whose_writes_torch_does_not_count():
+    model = randomise(CountsNoWrites().eval())
+    before = copy.deepcopy(model.state_dict())
+    trial = Trial(model, trace_method(model, "forward", (X,), {}, None), Inputs((X,), {}))
+    trial.own(model.forward)
+    for _ in range(3):
+        trial.repeatable(model.forward)(X)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    again = copy.deepcopy(model)
+    torch.testing.assert_close(fxopt.optimize(model, (X,))(X), again(X), rtol=1e-5, atol=1e-5)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, again.state_dict()[name])
+
+
 class HoldsAGraph(nn.Module):
     """Its state is taken by compiling a graph anew, as e3nn does, and so does each copy."""
 

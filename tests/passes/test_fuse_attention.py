@@ -509,6 +509,39 @@ def test_with_buffers_that_stay_a_mask_in_one_is_a_constant():
     torch.testing.assert_close(traced(X), model(X))
 
 
+LEAST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    ("function", "dtype", "reason"),
+    [
+        (
+            lambda m, q, k, v: m.bias.type_as(q @ k.mT).softmax(-1) @ v,
+            None,
+            "nothing but the dtype of the scores",
+        ),
+        (
+            lambda m, q, k, v: (
+                scores(q, k).masked_fill(m.bias > 0, LEAST).add((m.bias - 1) + LEAST).softmax(-1) @ v
+            ),
+            None,
+            "in a row that is masked entirely",
+        ),
+        (
+            lambda m, q, k, v: (scores(q, k) + torch.full((5, 5), -1e4, dtype=q.dtype)).softmax(-1) @ v,
+            torch.float16,
+            "in float16",
+        ),
+    ],
+)
+def test_what_a_constant_mask_and_inference_do_not_excuse(function, dtype, reason, inference):
+    traced = fxopt_trace(Attends(function).eval().to(dtype), [X.to(dtype)])
+    explanation = FuseAttention(inference=inference).explain(traced)
+    assert not explanation.sites
+    assert reason in explanation.refusals[0][2]
+
+
 def test_without_gradients_a_row_that_is_masked_entirely_counts_only_where_it_is_nan():
     model = Attends(lambda m, q, k, v, p: scores(q, k).masked_fill(~p, MIN).softmax(-1) @ v)
     assert not FuseAttention().explain(fxopt_trace(model.eval(), [X, PADDING])).sites

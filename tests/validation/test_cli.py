@@ -278,7 +278,7 @@ def test_the_options_of_validate_are_those_of_the_plugin_and_all_others_are_pyte
     result = call("validate", "--pass", "A", "-k", "bert", "--report-dir=out", "--resume", "--tb=short", "-x")
     assert result.exit_code == 0, result.output
     after = given[given.index("--pyargs") + 2 :]
-    wanted = ["--fx-pass", "A", "-k", "bert", "--fx-report-dir=out", "--fx-resume", "--tb=short", "-x"]
+    wanted = ["--fx-pass=A", "-k", "bert", "--fx-report-dir=out", "--fx-resume", "--tb=short", "-x"]
     assert after == wanted
     assert "--timing SECONDS" in call("validate", "--help").output
 
@@ -290,3 +290,17 @@ def test_the_options_of_validate_are_those_of_the_plugin_and_all_others_are_pyte
 def test_validate_ends_as_the_run_does(call, monkeypatch, ended, status):
     monkeypatch.setattr(pytest, "main", lambda arguments: ended)
     assert call("validate").exit_code == status
+
+
+@pytest.mark.parametrize(
+    ("ended", "status", "advice"),
+    [
+        (pytest.ExitCode.INTERRUPTED, 130, "with --resume, the rest is run"),
+        (pytest.ExitCode.NO_TESTS_COLLECTED, 2, "no case is chosen: --collect-only"),
+    ],
+)
+def test_validate_says_what_to_do_where_it_did_not_end(call, monkeypatch, ended, status, advice):
+    monkeypatch.setattr(pytest, "main", lambda arguments: ended)
+    result = call("validate")
+    assert result.exit_code == status
+    assert advice in result.output

@@ -133,7 +133,7 @@ def _keeps_tables(made: RunResult, tried: bool) -> bool:
     """Tell whether later calls read what the forward keeps; TraceError if that could alter what they compute.
 
     It could not if a second call, from that state, makes the same calls under the same guards and leaves the same state. It may
-    read what depends on sizes and constants alone, which is `tried` at several sizes.
+    read what depends on sizes, constants and weights alone, which is `tried` at several sizes.
     """
     if not (made.changes or made.changed_outside):
         return False
@@ -158,7 +158,9 @@ def _keeps_tables(made: RunResult, tried: bool) -> bool:
         try:
             RepeatedCalls(made, lambda request: ForwardRun(request).record()).check()
         except TraceError as reason:
-            raise TraceError(f"{refused} It is no table of sizes and constants alone: {reason}") from None
+            raise TraceError(
+                f"{refused} It is no table of sizes, constants and weights alone: {reason}"
+            ) from None
     return True
 
 

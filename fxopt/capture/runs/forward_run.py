@@ -14,6 +14,7 @@ import torch
 from fxopt.capture.capture_internals import (
     DataDependentOutputException,
     GuardOnDataDependentSymNode,
+    enable_python_dispatcher,
     set_grad_enabled,
     shapes_config,
 )
@@ -45,7 +46,6 @@ from fxopt.capture.runs.run_result import RunResult
 from fxopt.capture.runtime.checks import check_value
 from fxopt.capture.runtime.traced_module import HOOKED
 from fxopt.errors import TraceError
-from fxopt.torch_internals import enable_python_dispatcher
 
 # A stack with more functions of the model than this is one that does not end.
 _MOST_NESTED = 100

@@ -60,7 +60,8 @@ class PartialEvaluation:
         self._constants = {name: tensor.detach().clone() for name, tensor in run.constants.items()}
         model = run.request.model
         # In training, a step of the optimizer changes the parameters from call to call.
-        weights = () if model.training else model.named_parameters()
+        trained = {id(p) for m in model.modules() if m.training for p in m.parameters(recurse=False)}
+        weights = (each for each in model.named_parameters() if id(each[1]) not in trained)
         own = itertools.chain(weights, model.named_buffers())
         self._own = {name: tensor for name, tensor in own if name in run.unchanged}
         self._values: dict[torch.fx.Node, Any] = {}
