@@ -33,8 +33,8 @@ def folds(
         node: the call.
         value: what it takes; None where no layer before counts.
         kinds: the types of the layers.
-        obstacle: says why a layer cannot take that over, of the call of the layer, and the nodes from the first of both calls
-            to the last one.
+        obstacle: gives the reason why a layer cannot scale and shift instead. It takes the call of the layer, and the nodes
+            between both calls, these included.
         fold: makes a fold, of the calls of the layers, and whether `node` is behind them.
         into_behind: whether layers behind `node` count, too.
     """

@@ -155,7 +155,7 @@ def _in_float64(
         layer.requires_grad_(False)  # a replacement changes copies of weights
     inputs = [v.requires_grad_() for v in given.values() if isinstance(v, Tensor) and v.is_floating_point()]
     with torch.set_grad_enabled(trains), Float64():
-        # A function may write into its inputs, which it may not into leaves.
+        # A function may write into its inputs, and torch forbids writes into leaves.
         out = function(
             **{n: v * 1 if isinstance(v, Tensor) and v.requires_grad else v for n, v in given.items()}
         )
