@@ -48,7 +48,7 @@ class MaskReader:
     Args:
         index: the graph.
         each_row_has_a_key: whether no row of scores is masked entirely in any run.
-        inference: whether gradients do not count, and buffers stay as they are.
+        inference: whether gradients do not count, and parameters and buffers stay as they are.
     """
 
     def __init__(self, index: GraphIndex, each_row_has_a_key: bool, inference: bool) -> None:

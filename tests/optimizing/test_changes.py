@@ -657,6 +657,7 @@ def test_timing_leaves_buffers_alone_whose_writes_torch_does_not_count():
     before = copy.deepcopy(model.state_dict())
     trial = Trial(model, trace_method(model, "forward", (X,), {}, None), Inputs((X,), {}))
     trial.own(model.forward)
+    assert {name for _, name in trial.places} == {"calls", "running_mean", "running_var"}
     for _ in range(3):
         trial.repeatable(model.forward)(X)
     for name, value in model.state_dict().items():
