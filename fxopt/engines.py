@@ -299,14 +299,15 @@ def _inductor(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
     options = {"guard_filter_fn": needless, "triton.cudagraphs": recorded}
     made = torch.compile(body, fullgraph=True, dynamic=free, options=options)
 
-    def run(*inputs: Tensor) -> Any:
-        if free:  # a size of 0 or 1 may be compiled for itself
-            with frozen():
-                return made(*(tensor.contiguous() for tensor in inputs))
-        return made(*map(_with_strides, inputs, strides))
+    freezing = frozen()  # torch.compile does not read it from its options
 
-    with frozen():  # which torch.compile does not read from its options
-        run(*inputs)
+    def run(*inputs: Tensor) -> Any:
+        with freezing:  # in each call: after `torch._dynamo.reset()`, or for a free size of 0 or 1, it compiles again
+            if free:
+                return made(*(tensor.contiguous() for tensor in inputs))
+            return made(*map(_with_strides, inputs, strides))
+
+    run(*inputs)
     return _copied(run) if recorded else run
 
 

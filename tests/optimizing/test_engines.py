@@ -455,6 +455,25 @@ def test_real_engines(name):
 
 
 @pytest.mark.long
+@torch.no_grad()
+def test_weights_stay_constants_after_a_reset_of_torch_compile():
+    real("inductor")
+    model, frozen = layers(), []
+    fast = fxopt.optimize(model, (X,), engine="inductor")
+    torch._dynamo.reset()
+
+    @torch._dynamo.callback.on_compile_start
+    def note(_):
+        frozen.append(torch._inductor.config.freezing)
+
+    try:
+        torch.testing.assert_close(fast(Y), model(Y))
+    finally:
+        torch._dynamo.callback.callback_handler.remove_start_callback(note)
+    assert frozen == [True]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["inductor", "openvino", "onnxruntime"])
 @torch.no_grad()
 def test_real_engines_decode(name):

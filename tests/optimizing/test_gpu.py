@@ -1,0 +1,149 @@
+"""`fxopt.optimize` on a GPU: engines with CUDA graphs, precision, threads, decoding."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+import fxopt
+from fxopt.optimizing import prepare
+from tests.capture.test_transformers import bert, resnet
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+ENGINES = ("torch", "inductor", "cudagraphs", "auto")
+
+
+@pytest.fixture(autouse=True)
+def no_timing(monkeypatch):
+    """Count small models as faster, which is a matter of luck on a busy machine."""
+    monkeypatch.setattr(prepare, "speedup", lambda *_: 1.5)
+
+
+def layers():
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).eval().cuda()
+
+
+def random_weights(model):
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand_like(tensor) * 0.2 + 0.01)
+    return model.eval().cuda()
+
+
+def input(*sizes):
+    return torch.randn(*sizes, device="cuda")
+
+
+def check(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@torch.no_grad()
+def test_outputs_weights_and_sizes(engine):
+    model = layers()
+    fast = fxopt.optimize(model, (input(4, 16),), engine=engine)
+    assert engine == "auto" or fast.report[0].engine == engine, fast.report
+    first = input(4, 16)
+    found, wanted = fast(first), model(first)
+    fast(input(4, 16))  # does not write into the output before
+    check(found, wanted)
+    model[0].weight.mul_(2)
+    check(fast(first), model(first))
+    for rows in (3, 7, 1, 9):
+        more = input(rows, 16)
+        check(fast(more), model(more))
+    assert fxopt.undo(fast) is model
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@torch.no_grad()
+def test_models(engine):
+    ids = torch.arange(18, device="cuda").reshape(2, 9)
+    for model, inputs in (
+        (bert(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}),
+        (resnet(), {"pixel_values": input(2, 3, 32, 32)}),
+    ):
+        random_weights(model)
+        fast = fxopt.optimize(model, (), inputs, engine=engine)
+        assert engine == "auto" or fast.report[0].engine == engine, fast.report
+        found, wanted = fast(**inputs), model(**inputs)
+        assert type(found) is type(wanted)
+        check(found[0], wanted[0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@torch.no_grad()
+def test_another_thread(engine):
+    model = layers()
+    fast, x, found = fxopt.optimize(model, (input(4, 16),), engine=engine), input(4, 16), []
+
+    def call():
+        with torch.no_grad():
+            found.append(fast(x))
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    for each in found:
+        check(each, model(x))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@torch.no_grad()
+def test_generate(engine):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=100)).eval().cuda()
+    small = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 100}
+    t5 = T5ForConditionalGeneration(T5Config(**small, decoder_start_token_id=0)).eval().cuda()
+    ids = torch.randint(2, 100, (2, 5), device="cuda")
+    for model in (llama, t5):
+        for options in ({}, {"num_beams": 3}, {"cache_implementation": "static"}):
+            fast = fxopt.optimize(model, engine=engine)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a static cache is written: torch computes
+                found = fast.generate(ids, max_new_tokens=8, do_sample=False, **options)
+            wanted = model.generate(ids, max_new_tokens=8, do_sample=False, **options)
+            assert torch.equal(found, wanted), (type(model).__name__, options)
+
+
+@pytest.mark.parametrize("engine", ("torch", "auto"))
+@pytest.mark.parametrize("precision", ("bfloat16", "int8"))
+@torch.no_grad()
+def test_precision(precision, engine):
+    model, x = layers(), input(4, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxopt.FallbackWarning)  # such as int8, which is of the CPU
+        fast = fxopt.optimize(model, (x,), precision=precision, engine=engine)
+        found = fast(x)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, model(x), rtol=0.05, atol=0.05)
+
+
+@torch.no_grad()
+def test_a_model_in_half_precision():
+    for dtype in (torch.bfloat16, torch.float16):
+        model, x = layers().to(dtype), input(4, 16).to(dtype)
+        for engine in ("torch", "auto"):
+            fast = fxopt.optimize(model, (x,), engine=engine)
+            assert fast.report[0].reason is None, fast.report
+            torch.testing.assert_close(fast(x), model(x), rtol=0.05, atol=0.05)
+
+
+@torch.no_grad()
+def test_moved_to_the_cpu_and_back():
+    model = layers()
+    fast, x = fxopt.optimize(model, (input(4, 16),)), torch.randn(4, 16)
+    fast.cpu()
+    wanted = model(x)
+    check(fast(x), wanted)
+    fast.cuda()
+    check(fast(x.cuda()).cpu(), wanted)
