@@ -302,7 +302,9 @@ def _inductor(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
     freezing = frozen()  # torch.compile does not read it from its options
 
     def run(*inputs: Tensor) -> Any:
-        with freezing:  # in each call: after `torch._dynamo.reset()`, or for a free size of 0 or 1, it compiles again
+        with (
+            freezing
+        ):  # in each call: after `torch._dynamo.reset()`, or for a free size of 0 or 1, it compiles again
             if free:
                 return made(*(tensor.contiguous() for tensor in inputs))
             return made(*map(_with_strides, inputs, strides))

@@ -163,7 +163,7 @@ class Verifier:
         if not self._preserves:
             return self._beyond_tolerance(labels, truth, result)
         least = [SMALLEST if label in piece.around else 1e-30 for label in labels]
-        limits = [RTOL if numbers.dtype else 64 * epsilon(truth)] * len(labels)
+        limits = [RTOL if numbers.dtype else min(128 * epsilon(truth), 0.5)] * len(labels)
         errors = [*map(row_error, truth, result, least)]
         if numbers.dtype and piece.rounds and max(errors, default=0.0) > RTOL:
             own = self._run(piece, False, inputs, own_numbers)

@@ -70,7 +70,7 @@ def test_models(engine):
     ):
         random_weights(model)
         fast = fxopt.optimize(model, (), inputs, engine=engine)
-        assert engine == "auto" or fast.report[0].engine == engine, fast.report
+        assert fast.report[0].reason is None, fast.report
         found, wanted = fast(**inputs), model(**inputs)
         assert type(found) is type(wanted)
         check(found[0], wanted[0])
@@ -115,8 +115,8 @@ def test_generate(engine):
             assert torch.equal(found, wanted), (type(model).__name__, options)
 
 
-@pytest.mark.parametrize("engine", ("torch", "auto"))
-@pytest.mark.parametrize("precision", ("bfloat16", "int8"))
+@pytest.mark.parametrize("engine", ["torch", "auto"])
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
 @torch.no_grad()
 def test_precision(precision, engine):
     model, x = layers(), input(4, 16)
