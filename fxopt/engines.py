@@ -298,13 +298,11 @@ def _inductor(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
     needless = compiler.skip_guard_on_all_nn_modules_unsafe if free else compiler.skip_all_guards_unsafe
     options = {"guard_filter_fn": needless, "triton.cudagraphs": recorded}
     made = torch.compile(body, fullgraph=True, dynamic=free, options=options)
-
-    freezing = frozen()  # torch.compile does not read it from its options
+    # torch.compile does not read this from its options. It compiles again after `torch._dynamo.reset()`, or for a free size of 0 or 1.
+    freezing = frozen()
 
     def run(*inputs: Tensor) -> Any:
-        with (
-            freezing
-        ):  # in each call: after `torch._dynamo.reset()`, or for a free size of 0 or 1, it compiles again
+        with freezing:
             if free:
                 return made(*(tensor.contiguous() for tensor in inputs))
             return made(*map(_with_strides, inputs, strides))

@@ -34,7 +34,7 @@ def random_weights(model):
     return model.eval().cuda()
 
 
-def input(*sizes):
+def drawn(*sizes):
     return torch.randn(*sizes, device="cuda")
 
 
@@ -46,16 +46,16 @@ def check(found, wanted):
 @torch.no_grad()
 def test_outputs_weights_and_sizes(engine):
     model = layers()
-    fast = fxopt.optimize(model, (input(4, 16),), engine=engine)
+    fast = fxopt.optimize(model, (drawn(4, 16),), engine=engine)
     assert engine == "auto" or fast.report[0].engine == engine, fast.report
-    first = input(4, 16)
+    first = drawn(4, 16)
     found, wanted = fast(first), model(first)
-    fast(input(4, 16))  # does not write into the output before
+    fast(drawn(4, 16))  # does not write into the output before
     check(found, wanted)
     model[0].weight.mul_(2)
     check(fast(first), model(first))
     for rows in (3, 7, 1, 9):
-        more = input(rows, 16)
+        more = drawn(rows, 16)
         check(fast(more), model(more))
     assert fxopt.undo(fast) is model
 
@@ -66,7 +66,7 @@ def test_models(engine):
     ids = torch.arange(18, device="cuda").reshape(2, 9)
     for model, inputs in (
         (bert(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}),
-        (resnet(), {"pixel_values": input(2, 3, 32, 32)}),
+        (resnet(), {"pixel_values": drawn(2, 3, 32, 32)}),
     ):
         random_weights(model)
         fast = fxopt.optimize(model, (), inputs, engine=engine)
@@ -80,7 +80,7 @@ def test_models(engine):
 @torch.no_grad()
 def test_another_thread(engine):
     model = layers()
-    fast, x, found = fxopt.optimize(model, (input(4, 16),), engine=engine), input(4, 16), []
+    fast, x, found = fxopt.optimize(model, (drawn(4, 16),), engine=engine), drawn(4, 16), []
 
     def call():
         with torch.no_grad():
@@ -119,7 +119,7 @@ def test_generate(engine):
 @pytest.mark.parametrize("precision", ["bfloat16", "int8"])
 @torch.no_grad()
 def test_precision(precision, engine):
-    model, x = layers(), input(4, 16)
+    model, x = layers(), drawn(4, 16)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxopt.FallbackWarning)  # such as int8, which is of the CPU
         fast = fxopt.optimize(model, (x,), precision=precision, engine=engine)
@@ -131,7 +131,7 @@ def test_precision(precision, engine):
 @torch.no_grad()
 def test_a_model_in_half_precision():
     for dtype in (torch.bfloat16, torch.float16):
-        model, x = layers().to(dtype), input(4, 16).to(dtype)
+        model, x = layers().to(dtype), drawn(4, 16).to(dtype)
         for engine in ("torch", "auto"):
             fast = fxopt.optimize(model, (x,), engine=engine)
             assert fast.report[0].reason is None, fast.report
@@ -141,7 +141,7 @@ def test_a_model_in_half_precision():
 @torch.no_grad()
 def test_moved_to_the_cpu_and_back():
     model = layers()
-    fast, x = fxopt.optimize(model, (input(4, 16),)), torch.randn(4, 16)
+    fast, x = fxopt.optimize(model, (drawn(4, 16),)), torch.randn(4, 16)
     fast.cpu()
     wanted = model(x)
     check(fast(x), wanted)
