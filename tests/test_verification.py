@@ -402,9 +402,8 @@ def test_what_knows_no_float64_is_run_in_its_own_dtype():
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             Calls(factor)(graph_module, verify=True)
-        assert [w.category for w in said] == [] if is_right else [VerificationWarning], [
-            str(w.message) for w in said
-        ]
+        wanted = [] if is_right else [VerificationWarning]
+        assert [w.category for w in said] == wanted, [str(w.message) for w in said]
 
 
 @dataclasses.dataclass
