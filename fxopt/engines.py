@@ -294,10 +294,10 @@ def _item(values: tuple[Tensor, ...], number: int) -> Tensor:
 def _inductor(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
     """torch.compile with frozen weights: the graph has checked the inputs, and `optimize` watches the weights."""
     free, compiler = _has_free_sizes(body), cast(Any, torch.compiler)
-    recorded, strides = inputs[0].is_cuda and not free, [tensor.stride() for tensor in inputs]
+    # An expanded input has several elements in one place, into which none can be copied.
+    strides = [torch.empty_like(tensor).stride() for tensor in inputs]
     needless = compiler.skip_guard_on_all_nn_modules_unsafe if free else compiler.skip_all_guards_unsafe
-    options = {"guard_filter_fn": needless, "triton.cudagraphs": recorded}
-    made = torch.compile(body, fullgraph=True, dynamic=free, options=options)
+    made = torch.compile(body, fullgraph=True, dynamic=free, options={"guard_filter_fn": needless})
     # torch.compile does not read this from its options. It compiles again after `torch._dynamo.reset()`, or for a free size of 0 or 1.
     freezing = frozen()
 
@@ -308,7 +308,7 @@ def _inductor(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
             return made(*map(_with_strides, inputs, strides))
 
     run(*inputs)
-    return _copied(run) if recorded else run
+    return run if free or not all(tensor.is_cuda for tensor in inputs) else _Recording(run, inputs)
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -318,20 +318,47 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def _cudagraphs(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
-    """A recording of torch's own kernels, which one launch starts again."""
+    """A recording of torch's own kernels."""
     if _has_free_sizes(body):
         raise Unfit("it takes fixed sizes alone")
-    return _copied(torch.compile(body, fullgraph=True, dynamic=False, backend="cudagraphs"))
+    return _Recording(body.forward, inputs)
 
 
-def _copied(function: Function) -> Function:
-    """The same with outputs of their own: the next run writes into those of a recording."""
+class _Recording:
+    """The kernels of a function on a GPU, which one launch starts again.
 
-    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-        torch.compiler.cudagraph_mark_step_begin()
-        return tuple(output.clone() for output in function(*inputs))
+    It reads its inputs from places of its own, and copies its outputs: the next run writes into the same memory.
 
-    return run
+    Raises:
+        Unfit: an input is not on the GPU: a recording would hold its value.
+        RuntimeError: the function waits for the GPU, as it does to read a value.
+    """
+
+    def __init__(self, function: Function, inputs: tuple[Tensor, ...]) -> None:
+        if not all(tensor.is_cuda for tensor in inputs):
+            raise Unfit("an input is on the CPU")
+        self._function = function  # it holds the constants that the recording reads
+        self._device = inputs[0].device
+        self._recorded: Any = torch.cuda.CUDAGraph()
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self._device):
+            self._places = [tensor.detach().clone() for tensor in inputs]
+            self._stream, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            side.wait_stream(self._stream)
+            with torch.cuda.stream(side):
+                for _ in range(2):  # kernels are chosen and loaded by the first runs
+                    function(*self._places)
+            with torch.cuda.graph(self._recorded, stream=side, capture_error_mode="thread_local"):
+                self._outputs = function(*self._places)
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        stream = torch.cuda.current_stream(self._device)
+        if stream != self._stream:  # the last run may still read the places
+            stream.wait_stream(self._stream)
+            self._stream = stream
+        for place, tensor in zip(self._places, inputs, strict=True):
+            place.copy_(tensor)
+        self._recorded.replay()
+        return tuple(output.clone() for output in self._outputs)
 
 
 def _openvino(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxopt.capture.patches.interception import lock
+from fxopt.engines import TORCH
 from fxopt.errors import FallbackWarning, GuardError, warn
 from fxopt.objects import tensors_in
 from fxopt.optimizing.inputs import (
@@ -41,6 +42,7 @@ _MOST_FAILURES = 2
 _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_NUMBERS = 4  # how many values of one number may have a graph
 _RESTLESS = 4  # after so many changes of the model, a new state gets a graph at its second call alone
+_LAUNCHING = ("cuda",)  # devices that compute while Python goes on
 
 _CHANGED = "the model was changed while its graph was made"
 _ALL = weakref.WeakSet["Graphs"]()
@@ -67,6 +69,7 @@ class _Graph:
         shapes: the shapes that it was made for.
         kinds: the kinds of calls for which it is tried.
         used: when it was called last, as a number that grows.
+        asked_late: the state that must hold after a call: a GPU computes while that is asked. None where it is asked before.
     """
 
     lowered: Lowered
@@ -75,6 +78,7 @@ class _Graph:
     shapes: Shapes
     kinds: dict[Kind, None]
     used: int
+    asked_late: State | None
 
 
 @dataclasses.dataclass(eq=False)
@@ -152,9 +156,12 @@ class Graphs:
         obstacle = self._obstacle(given)
         self._warn(inputs, obstacle or "")
         try:
-            for graph in self._candidates(given) if obstacle is None else ():
+            graphs = itertools.chain(self._latest(given), self._candidates(given))
+            for graph in graphs if obstacle is None else ():
                 with contextlib.suppress(GuardError):
                     value = graph.lowered(*given.args, **given.kwargs)
+                    if graph.asked_late and not graph.asked_late.holds():
+                        continue  # these outputs are those of weights that the model had
                     graph.used = next(self._uses)
                     return written_back(value, mappings)
             return getattr(self._model, inputs.method)(*inputs.args, **inputs.kwargs)
@@ -166,6 +173,13 @@ class Graphs:
         """Make a graph for some inputs ahead of a call."""
         with lock:
             return next((graph.lowered for graph in self._candidates(inputs)), None)
+
+    def _latest(self, inputs: Inputs) -> Iterator[_Graph]:
+        """Yield the graphs of the state of the last call that may run before anybody asks whether this is the state of now."""
+        book = max(self.books, key=lambda book: book.used, default=None)
+        for graph in book.graphs if book else ():
+            if graph.asked_late and inputs.kind in graph.kinds:
+                yield graph
 
     def _candidates(self, inputs: Inputs) -> Iterator[_Graph]:
         """Yield the graphs that may take these inputs, and then one that is made for them."""
@@ -238,7 +252,8 @@ class Graphs:
         self._warn(inputs, report.unused or "", "computes in its own precision")
         unfit = report.engines.get(self.options.engine, "")
         self._warn(inputs, unfit, f"is computed by torch, not by {self.options.engine}")
-        made = _Graph(lowered, report, structure, shapes, {inputs.kind: None}, next(self._uses))
+        asked_late = book.state if _is_launched(lowered, report, inputs) else None
+        made = _Graph(lowered, report, structure, shapes, {inputs.kind: None}, next(self._uses), asked_late)
         book.graphs = (made, *book.graphs)
         self._drop_unused()
         return made
@@ -324,6 +339,12 @@ class Graphs:
         if reason and reason not in self._warned:
             self._warned[reason] = None
             warn(f"{type(self._model).__name__}.{inputs.method} {consequence}: {reason}", FallbackWarning)
+
+
+def _is_launched(lowered: Lowered, report: GraphReport, inputs: Inputs) -> bool:
+    """Tell whether a call returns before its outputs are computed, and changes nothing, neither attributes nor objects such as caches."""
+    launched = report.engine != TORCH and lowered.traced.device.type in _LAUNCHING
+    return launched and not lowered.assigned and inputs.plain_signature() is not None
 
 
 def _is_collecting() -> bool:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import fxopt
 from fxopt import engines
-from fxopt.optimizing import prepare
+from fxopt.optimizing import dispatch, prepare, watching
 from tests.capture.test_transformers import bert, resnet
 
 X, Y = torch.randn(4, 16), torch.randn(4, 16)
@@ -349,6 +349,66 @@ def test_weights_of_now_copies_and_saving(ran, tmp_path):
         assert other.report[0].engine == "openvino"
     fxopt.save(fast, tmp_path / "saved")
     torch.testing.assert_close(fxopt.load(tmp_path / "saved")(X), model(X))
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.scale, self.calls = layers(), 2.0, None
+
+    def forward(self, x, cache=None, note=False):
+        if note:
+            self.calls = x + 1
+        if cache is not None:
+            cache["last"] = x
+        return self.layers(x) * self.scale
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """An engine with constant weights, as those of torch.compile, on a device that computes while Python goes on."""
+    found = []
+
+    def make(body, inputs):
+        constant = copy.deepcopy(body)
+        return lambda *inputs: found.append("run") or constant(*inputs)
+
+    holds = watching.State.holds
+    monkeypatch.setattr(watching.State, "holds", lambda state: found.append("asked") or holds(state))
+    monkeypatch.setitem(engines.ENGINES, "openvino", (make, True))
+    monkeypatch.setattr(prepare, "engines_for", lambda device: {"openvino": ""})
+    monkeypatch.setattr(dispatch, "_LAUNCHING", ("cpu",))
+    return found
+
+
+@torch.no_grad()
+def test_a_device_computes_while_the_weights_are_asked_for(events):
+    model = Scaled().eval()
+    fast = fxopt.optimize(model, (X,), engine="openvino")
+    events.clear()
+    fast(X)
+    assert events == ["run", "asked"]
+    for change in (
+        lambda: model.layers[0].weight.mul_(2),
+        lambda: setattr(model, "scale", 3.0),
+        lambda: setattr(model, "scale", 2.0),
+        lambda: model.load_state_dict(Scaled().state_dict()),
+    ):
+        change()
+        for x in (Y, X[:3]):
+            torch.testing.assert_close(fast(x), model(x))
+    assert fast.report[0].engine == "openvino"
+
+
+@pytest.mark.parametrize("options", [{"cache": {}}, {"note": True}])
+@torch.no_grad()
+def test_what_a_call_changes_is_changed_once_alone(options, events):
+    model = Scaled().eval()
+    fast = fxopt.optimize(model, (X,), options, engine="openvino")
+    assert fast.report[0].engine == "openvino", fast.report
+    events.clear()
+    fast(Y, **options)
+    assert events[0] == "asked"
 
 
 @torch.no_grad()

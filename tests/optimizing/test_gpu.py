@@ -138,6 +138,58 @@ def test_a_model_in_half_precision():
             torch.testing.assert_close(fast(x), model(x), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("engine", ["inductor", "cudagraphs"])
+@torch.no_grad()
+def test_streams_modes_and_expanded_inputs(engine):
+    model, x = layers(), drawn(64, 16)
+    fast = fxopt.optimize(model, (drawn(1, 16).expand(64, 16),), engine=engine)
+    assert fast.report[0].engine == engine, fast.report
+    wanted, found = model(x), []
+    for number in range(20):
+        with torch.cuda.stream(torch.cuda.Stream()), torch.inference_mode(number % 2 == 0):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            found.append((fast(x * number), model(x * number)))
+    torch.cuda.synchronize()
+    for mine, theirs in found:
+        check(mine, theirs)
+    check(fast(x), wanted)
+
+
+@pytest.mark.parametrize("engine", ["inductor", "auto"])
+@torch.no_grad()
+def test_weights_are_asked_for_while_the_gpu_computes(engine):
+    model = layers()
+    fast, x = fxopt.optimize(model, (drawn(4, 16),), engine=engine), drawn(4, 16)
+    for change in (
+        lambda: model[0].weight.mul_(2),
+        lambda: model.load_state_dict(layers().state_dict()),
+        lambda: setattr(model[0].weight, "data", drawn(32, 16)),
+        lambda: model.__setitem__(1, nn.ReLU()),
+        lambda: model.double().float(),
+    ):
+        change()
+        check(fast(x), model(x))
+        check(fast(x), model(x))
+
+
+class Scaled(nn.Module):
+    """Takes a number on the CPU, of which a recording of kernels would hold the value."""
+
+    def forward(self, x, scale):
+        return x.softmax(-1) * scale
+
+
+@pytest.mark.parametrize("engine", ["inductor", "cudagraphs"])
+@torch.no_grad()
+def test_an_input_on_the_cpu(engine):
+    model, x = Scaled().eval(), drawn(4, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxopt.FallbackWarning)
+        fast = fxopt.optimize(model, (x, torch.tensor(2.0)), engine=engine)
+        for number in (2.0, 3.0, -1.0):
+            check(fast(x, torch.tensor(number)), model(x, torch.tensor(number)))
+
+
 @torch.no_grad()
 def test_moved_to_the_cpu_and_back():
     model = layers()
