@@ -28,7 +28,7 @@ from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of
 from fxopt.rewriting.random_inputs import number_with
 from fxopt.submodules import sharing_copy
-from fxopt.torch_internals import frozen
+from fxopt.torch_internals import clear_workspaces, frozen, holding_inductor
 
 Function = Callable[..., Any]
 
@@ -297,7 +297,10 @@ def _inductor(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
     # An expanded input has several elements in one place, into which none can be copied.
     strides = [torch.empty_like(tensor).stride() for tensor in inputs]
     needless = compiler.skip_guard_on_all_nn_modules_unsafe if free else compiler.skip_all_guards_unsafe
-    made = torch.compile(body, fullgraph=True, dynamic=free, options={"guard_filter_fn": needless})
+    recorded, held = not free and all(tensor.is_cuda for tensor in inputs), list[Any]()
+    options = {"guard_filter_fn": needless}
+    backend = holding_inductor(held) if recorded else "inductor"
+    made = torch.compile(body, fullgraph=True, dynamic=free, options=options, backend=backend)
     # torch.compile does not read this from its options. It compiles again after `torch._dynamo.reset()`, or for a free size of 0 or 1.
     freezing = frozen()
 
@@ -308,7 +311,7 @@ def _inductor(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
             return made(*map(_with_strides, inputs, strides))
 
     run(*inputs)
-    return run if free or not all(tensor.is_cuda for tensor in inputs) else _Recording(run, inputs)
+    return _Recording(run, inputs, held) if recorded else run
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -321,7 +324,7 @@ def _cudagraphs(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
     """A recording of torch's own kernels."""
     if _has_free_sizes(body):
         raise Unfit("it takes fixed sizes alone")
-    return _Recording(body.forward, inputs)
+    return _Recording(body.forward, inputs, body)
 
 
 class _Recording:
@@ -329,16 +332,20 @@ class _Recording:
 
     It reads its inputs from places of its own, and copies its outputs: the next run writes into the same memory.
 
+    Args:
+        function: the function.
+        inputs: tensors such as it takes.
+        held: what holds the kernels and constants of the function, which a recording does not.
+
     Raises:
         Unfit: an input is not on the GPU: a recording would hold its value.
         RuntimeError: the function waits for the GPU, as it does to read a value.
     """
 
-    def __init__(self, function: Function, inputs: tuple[Tensor, ...]) -> None:
+    def __init__(self, function: Function, inputs: tuple[Tensor, ...], held: object) -> None:
         if not all(tensor.is_cuda for tensor in inputs):
             raise Unfit("an input is on the CPU")
-        self._function = function  # it holds the constants that the recording reads
-        self._device = inputs[0].device
+        self._held, self._device = held, inputs[0].device
         self._recorded: Any = torch.cuda.CUDAGraph()
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self._device):
             self._places = [tensor.detach().clone() for tensor in inputs]
@@ -347,8 +354,11 @@ class _Recording:
             with torch.cuda.stream(side):
                 for _ in range(2):  # kernels are chosen and loaded by the first runs
                     function(*self._places)
+            # Else the recording would work in memory of cuBLAS that anybody may free.
+            clear_workspaces()
             with torch.cuda.graph(self._recorded, stream=side, capture_error_mode="thread_local"):
                 self._outputs = function(*self._places)
+            clear_workspaces()
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         stream = torch.cuda.current_stream(self._device)

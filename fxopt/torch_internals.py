@@ -265,6 +265,23 @@ dynamic_linear_weight = private("torch.ops.quantized.linear_prepack", _SLOWER, _
 quantized_by_rows = private("torch._make_per_channel_quantized_tensor", _SLOWER, _no_kernel)
 
 
+def holding_inductor(held: list[Any]) -> Any:
+    """The backend of torch.compile, which adds what it compiles to a list: `torch._dynamo.reset()` lets go of all else."""
+    find = private("torch._dynamo.lookup_backend", "engines do not compile for a GPU")
+    backend = find("inductor")
+
+    def compiled(*args: Any, **options: Any) -> Any:
+        held.append(backend(*args, **options))
+        return held[-1]
+
+    return compiled
+
+
+def clear_workspaces() -> None:
+    """Free the memory in which cuBLAS works, of all streams; what is recorded next gets memory of its own."""
+    private("torch._C._cuda_clearCublasWorkspaces", "engines record nothing on a GPU")()
+
+
 def frozen() -> contextlib.AbstractContextManager[object]:
     """Let torch.compile take the weights of what it compiles in the block as constants; importing its compiler takes a tenth of a second."""
     without = "torch.compile reads the weights of a graph in each run"

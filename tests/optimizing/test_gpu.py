@@ -1,5 +1,6 @@
 """`fxopt.optimize` on a GPU: engines with CUDA graphs, precision, threads, decoding."""
 
+import gc
 import threading
 import warnings
 
@@ -170,6 +171,24 @@ def test_weights_are_asked_for_while_the_gpu_computes(engine):
         change()
         check(fast(x), model(x))
         check(fast(x), model(x))
+
+
+@pytest.mark.parametrize("engine", ["inductor", "cudagraphs"])
+@torch.no_grad()
+def test_others_free_memory(engine):
+    model, x = layers(), drawn(4, 16)
+    fast, wanted = fxopt.optimize(model, (x,), engine=engine), model(x)
+    other = layers()
+    torch.compile(other, mode="reduce-overhead")(x)
+    torch._dynamo.reset()
+    del other
+    gc.collect()
+    torch.cuda.empty_cache()
+    taken = [torch.full((1 << size,), torch.nan, device="cuda") for size in range(4, 26)]
+    for _ in range(3):
+        check(fast(x), wanted)
+    assert fast.report[0].engine == engine
+    assert len(taken) == 22  # and this memory is in use until here
 
 
 class Scaled(nn.Module):
