@@ -25,8 +25,8 @@ _DECODER_SEQUENCE = 5
 
 _FIXED_IMAGES = {0: Dim.AUTO}
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-# The names that caches have among the inputs, and as fields of the output.
-_CACHES = ("past_key_values", "cache_params")
+# The names that caches have among the inputs, and as fields of the output. Since transformers 5.24 it is `cache`; the others are taken, too.
+_CACHES = ("cache", "past_key_values", "cache_params")
 _QUERIES = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
 
 Example = tuple[torch.Tensor, dict[int, Any]]
@@ -133,7 +133,7 @@ def _decoding_step(
             inputs[key] = torch.cat([value, value[:, :1]], dim=1)
     inputs[name], free[name] = cache, nested(cache, lambda tensor: _of_sizes(tensor, sizes))
     order = list(inspect.signature(model.forward).parameters)
-    return {key: inputs[key] for key in sorted(inputs, key=order.index)}, free
+    return {key: inputs[key] for key in sorted(inputs, key=lambda key: _place(order, key))}, free
 
 
 def _output_of(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
@@ -184,10 +184,16 @@ def _input_names(model: torch.nn.Module, input_names: Iterable[str] | None) -> l
     if isinstance(input_names, str):
         raise TraceError(f'input_names must be a list of names: write ["{input_names}"].')
     names = list(input_names)
-    unknown = [name for name in names if name not in parameters]
+    unknown = [name for name in names if _place(parameters, name) < 0]
     if unknown:
         raise TraceError(f"{type(model).__name__}.forward has no input {unknown}; it takes {parameters}.")
-    return sorted(names, key=parameters.index)
+    return sorted(names, key=lambda name: _place(parameters, name))
+
+
+def _place(parameters: list[str], name: str) -> int:
+    """The index of an input, or of the cache under another name; -1 where there is none."""
+    named = [name, *_CACHES] if name in _CACHES else [name]
+    return next((parameters.index(each) for each in named if each in parameters), -1)
 
 
 def _example(name: str, config: Any, dtype: torch.dtype, device: torch.device, model: str) -> Example:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -190,7 +191,7 @@ def test_a_cache_in_another_state_is_refused(decoder):
 
     assert "'past_key_values' is NoneType; the graph takes DynamicCache" in refusal(None)
     empty = DynamicCache(config=model.config)
-    assert "'past_key_values.layers[0]' has no dtype, device" in refusal(empty)
+    assert re.search(r"'past_key_values\.layers\[0\]' has no (dtype, )?device", refusal(empty))
     other = llama(num_hidden_layers=1)
     assert "'past_key_values.layers' has 1 entries; the graph was captured with 2" in refusal(
         other(ids).past_key_values
