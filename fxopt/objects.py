@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import collections
+import copy
 import dataclasses
 import importlib
 import types
@@ -132,6 +133,14 @@ def build_object(name: str, state: dict[str, Any]) -> Any:
     cls: Any = find(name)
     made = cls.__new__(cls)
     _set(made, _plain(state))
+    return made
+
+
+def in_order(output: Any, names: Sequence[str]) -> Any:
+    """A copy of an OrderedDict, such as a `ModelOutput`, with its entries in the order of these names."""
+    made = copy.copy(output)
+    for name in names:
+        collections.OrderedDict.move_to_end(made, name)
     return made
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from fxopt import graph
-from fxopt.objects import build_object, set_attributes, set_items
+from fxopt.objects import build_object, in_order, set_attributes, set_items
 from fxopt.submodules import parts
 from fxopt.torch_internals import OpOverload, OpOverloadPacket, bindings
 
@@ -143,7 +143,7 @@ def name_of(node: Node) -> str:
 
 def is_container(target: object) -> bool:
     """Tell whether a call target only packs its arguments: into a tuple, a dict, a model output, an object."""
-    if target in (build_object, set_attributes, set_items):
+    if target in (build_object, in_order, set_attributes, set_items):
         return True
     return isinstance(target, type) and issubclass(target, tuple | list | dict)
 

@@ -77,7 +77,7 @@ BUILTINS = (
     *(round, slice, str, sum, tuple),
 )
 _OWN = (
-    *(objects.build_object, objects.find, objects.set_attributes, objects.set_items),
+    *(objects.build_object, objects.find, objects.in_order, objects.set_attributes, objects.set_items),
     *(checks.check_same_outcome, checks.check_outcome, checks.check_no_write, checks.check_value),
     *(modes.enter_autocast, modes.enter_inference_mode, modes.enter_sdpa_kernel, modes.leave),
     modes.set_grad_enabled,

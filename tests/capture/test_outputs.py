@@ -9,7 +9,7 @@ import types
 
 import pytest
 import torch
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
 import fxopt
 from tests.capture.test_odd_models import Does
@@ -121,6 +121,16 @@ OUTPUTS = {
 }
 
 
+def later_field_first(x):
+    output = BaseModelOutputWithPooling(last_hidden_state=x)
+    output["hidden_states"] = (x + 1,)
+    output.pooler_output = x * 2
+    return output
+
+
+OUTPUTS["ModelOutput whose later field was set first"] = lambda self, x: [later_field_first(x)]
+
+
 @pytest.mark.parametrize("case", OUTPUTS)
 def test_the_type_of_an_output(case):
     model, x = Does(OUTPUTS[case]), torch.randn(3, 4)
@@ -139,7 +149,7 @@ def described(value):
         return (
             type(value),
             getattr(value, "default_factory", None),
-            {k: described(v) for k, v in value.items()},
+            [(k, described(v)) for k, v in value.items()],
         )
     if isinstance(value, (tuple, list, collections.deque, collections.abc.MappingView)):
         return type(value), getattr(value, "maxlen", None), [described(item) for item in value]
@@ -176,3 +186,16 @@ def test_a_tensor_that_the_model_keeps_in_a_list_is_an_output():
     model = module(lambda self, x: (x * 2, self.kept[0], self.kept), kept=[torch.ones(2)])
     traced = fxopt.trace(model, (torch.ones(3),))
     torch.testing.assert_close(traced(torch.ones(3)), model(torch.ones(3)))
+
+
+@torch.no_grad()
+def test_the_order_of_entries_is_kept_by_passes_saving_and_optimize(tmp_path):
+    model, x = Does(lambda self, x: later_field_first(x)), torch.randn(3, 4)
+    traced = fxopt.trace(model, (x,))
+    fxopt.EliminateCommonSubexpressions()(traced, verify=True)
+    fxopt.save(traced, tmp_path / "saved")
+    fast = fxopt.optimize(model.eval(), (x,), tune=False)
+    assert fast.report[0].reason is None
+    for graph in (traced, fxopt.load(tmp_path / "saved"), fast):
+        assert [*graph(x)] == ["last_hidden_state", "hidden_states", "pooler_output"]
+        assert torch.equal(graph(x)[2], x * 2)

@@ -13,7 +13,7 @@ import torch
 
 from fxopt.capture.nodes.call_targets import importable
 from fxopt.errors import TraceError
-from fxopt.objects import attributes, find, is_found, is_open
+from fxopt.objects import attributes, find, in_order, is_found, is_open
 
 _VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
 
@@ -51,7 +51,13 @@ def write_container(
     # What a class of its own code has made of the fields is taken as it is, from an open object.
     is_made = _computes(kind) and is_open(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not is_made:
-        return create("call_function", importable(kind), (), _fields(value, argument, where), None)
+        made = create("call_function", importable(kind), (), _fields(value, argument, where), None)
+        names = [field.name for field in dataclasses.fields(value)]
+        held: Any = value
+        order = [*held] if isinstance(value, collections.OrderedDict) else []
+        # The forward may have set a later field first.
+        is_moved = order != [name for name in names if name in order]
+        return create("call_function", in_order, (made, order), {}, None) if is_moved else made
     for base in (dict, list, tuple):
         if isinstance(value, base) and kind is not base and _is_made_as(kind, base) and not attributes(value):
             return call(importable(kind), base(value))
