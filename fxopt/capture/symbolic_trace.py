@@ -47,8 +47,9 @@ def symbolic_trace(
         model: a transformers model, in the training mode and dtype in which the graph will run.
         input_names: names of the tensor inputs of the graph, in any order; `None` takes the model's main input
             (`input_ids`, `pixel_values`, ...). Other arguments of the forward keep their defaults. With
-            `past_key_values` among them the graph is one step of decoding: it takes one token and the cache of
-            those before, which it updates as the model does. Without it, a decoder's graph returns a new cache.
+            `cache` among them the graph is one step of decoding: it takes one token and the cache of those before,
+            which it updates as the model does. Without it, a decoder's graph returns a new cache. The names that
+            transformers gave the cache before 5.24, `past_key_values` and `cache_params`, are taken, too.
         disable_check: do not run the model and the graph to compare them, as `verify=False` of `fxopt.trace`. (The
             ancestor checked the class against a list of supported architectures.)
         specialize: as for `fxopt.trace`: take decisions on values as the example inputs give them, and check that

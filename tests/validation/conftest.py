@@ -41,7 +41,7 @@ def run() -> Run:
         commit="acf9a7c1",
         python="3.11.7",
         torch="2.13.0",
-        transformers="5.23.0",
+        transformers="5.24.0",
         devices={"cpu": "Example CPU, 2 cores", "cuda": "Example GPU"},
         threads=2,
     )
