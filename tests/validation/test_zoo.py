@@ -59,11 +59,20 @@ def test_sites_are_those_recorded_in_the_order_of_the_file(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "text", ["", "- 1", "tiny-bert: 3", "tiny-bert: {A: -1}", "a: {A: 1.5}", "a: [", "\x00"]
+    ("text", "what"),
+    [
+        ("", r": give keys with values\. Delete this file: `fxopt zoo sites`"),
+        ("- 1", ": give keys with values"),
+        ("tiny-bert: 3", ": tiny-bert: give keys with values"),
+        ("tiny-bert: {A: -1}", r": tiny-bert\.A: Input should be greater than or equal to 0"),
+        ("a: {A: 1.5}", r": a\.A: Input should be a valid integer"),
+        ("a: [", ":2: not valid YAML"),
+        ("\x00", ": not valid YAML"),
+    ],
 )
-def test_a_mistake_among_the_recorded_sites_is_one_line(tmp_path: Path, text: str) -> None:
+def test_a_mistake_among_the_recorded_sites_is_one_line(tmp_path: Path, text: str, what: str) -> None:
     (tmp_path / "zoo.sites.yaml").write_text(text)
-    with pytest.raises(ZooError, match=r"zoo\.sites\.yaml: not what `fxopt zoo sites` writes.*\)$") as raised:
+    with pytest.raises(ZooError, match=rf"zoo\.sites\.yaml{what}") as raised:
         load(tmp_path, GOOD)
     assert len(str(raised.value).splitlines()) == 1
 

@@ -49,28 +49,21 @@ def load_zoo(path: Path, paths: Iterable[str] = ()) -> tuple[list[Entry], dict[s
     try:
         file = ZooFile.model_validate(data)
     except pydantic.ValidationError as error:
-        found = [
-            (e["loc"], _IN_YAML.get(e["type"], e["msg"].removeprefix("Value error, ")))
-            for e in error.errors()
-            if e["type"] != "too_short"
-            or not e["input"]  # a list whose items are wrong is also too short for pydantic
-        ]
-        raise yaml_file.mistakes(path, data, found) from error
+        raise yaml_file.mistakes(path, data, _found(error)) from error
     own, wrong = _own_passes(file, passes, paths)
     if wrong := [*wrong, *_mistakes_in(file, own)]:
         raise yaml_file.mistakes(path, data, wrong)
     order, recorded = dict.fromkeys([*file.order, *own]), recorded_sites(path)
     named = {name: tuple(map(name_of, said)) for name, said in file.pipelines.items()}
-    entries = [
-        entry.model_copy(
-            update={
-                "sites": {name: recorded.get(entry.name, {}).get(name) for name in order},
-                "pipelines": named,
-            }
-        )
-        for entry in file.models
-    ]
+    sites = {e.name: {name: recorded.get(e.name, {}).get(name) for name in order} for e in file.models}
+    entries = [e.model_copy(update={"sites": sites[e.name], "pipelines": named}) for e in file.models]
     return entries, own
+
+
+def _found(error: pydantic.ValidationError) -> list[Mistake]:
+    # A list whose items are wrong is too short, too, for pydantic.
+    own = [each for each in error.errors() if each["type"] != "too_short" or not each["input"]]
+    return [(e["loc"], _IN_YAML.get(e["type"], e["msg"].removeprefix("Value error, "))) for e in own]
 
 
 def _own_passes(
@@ -107,11 +100,12 @@ def sites_file(zoo: Path) -> Path:
 def recorded_sites(zoo: Path) -> dict[str, dict[str, int]]:
     """The sites that are recorded for a zoo file, by model and pass; none where there is no such file."""
     form = pydantic.TypeAdapter(dict[str, dict[str, Annotated[int, Field(ge=0, strict=True)]]])
+    data = yaml_file.read(file) if (file := sites_file(zoo)).exists() else {}
     try:
-        return form.validate_python(yaml_file.read(file)) if (file := sites_file(zoo)).exists() else {}
-    except (ZooError, ValueError) as error:
-        text = f"not what `fxopt zoo sites` writes: delete it, and record anew ({error})"
-        raise ZooError(f"{file}: {' '.join(text.split())}") from error
+        return form.validate_python(data)
+    except pydantic.ValidationError as error:
+        told = yaml_file.mistakes(file, data, _found(error))
+        raise ZooError(f"{told}. Delete this file: `fxopt zoo sites` records the sites anew") from error
 
 
 def _mistakes_in(file: ZooFile, passes: Collection[str]) -> Iterator[Mistake]:
