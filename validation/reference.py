@@ -1,7 +1,8 @@
-"""Writes docs/files.md from the code: zoo keys, outcomes, columns, metrics and exit statuses. `python -m validation.reference`."""
+"""Writes docs/files.md from the code: zoo keys, checks, outcomes, columns, metrics and exit statuses. `python -m validation.reference`."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pydantic
 
 from fxopt.command_line import STATUSES
 
+from .checks import available
 from .records import MEANING, STAGES
 from .regressions.metric import METRICS, MOST_BUSY, Metric
 from .regressions.trend import FEWEST_BEFORE, MARGINS
@@ -48,11 +50,14 @@ KEYS: dict[str, type[pydantic.BaseModel]] = {
 
 def page() -> str:
     """The page as Markdown."""
+    texts = ((name, str(inspect.getdoc(inspect.getmodule(check)))) for name, check in available().items())
+    checks = ((f"`{name}`", text.partition(": ")[2].rstrip(".")) for name, text in texts)
     blocks = [
         INTRODUCTION,
         FILES.strip(),
         "## Keys of a zoo file",
         *(_table(["key", "default", "meaning"], _keys(where, model)) for where, model in KEYS.items()),
+        f"## Checks\n\n{_table(['check', 'meaning'], checks)}",
         "## Outcomes of a case",
         _table(["outcome", "meaning"], MEANING.items()),
         f"The stages of a case, in order: {', '.join(f'`{stage}`' for stage in STAGES)}.",
@@ -72,7 +77,7 @@ def _keys(where: str, model: type[pydantic.BaseModel]) -> Iterator[tuple[str, st
     for name, field in model.model_fields.items():
         if model is Entry and name in ("sites", "pipelines"):
             continue  # not written by hand
-        default = None if field.is_required() else field.get_default()
+        default = "" if field.is_required() else field.get_default()
         said = f"`{default!r}`" if default and isinstance(default, float | str | tuple) else ""
         said = "required" if field.is_required() else said
         yield f"`{'.'.join(filter(None, (where, name)))}`", said, str(field.description)

@@ -1,4 +1,4 @@
-"""Latency: a model, its graph, and what each pipeline makes of it, all in one random interleaving."""
+"""Latency: the times of a model, of its graph, and of what each pipeline makes of it, all in one random interleaving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Usable: what people do with a module works with a graph, and gives what the graph gives, bit for bit."""
+"""Usable: copies of the graph, and what pickle, saving, moving, compiling and exporting make of it, give what the graph gives."""
 
 from __future__ import annotations
 
