@@ -366,6 +366,60 @@ class Narrows(fxopt.Rewrite):
         rewriter.set(node, target="int")
 
 
+class Removes(fxopt.ReversibleRewrite):
+    """Gives the input of a function in the place of its result, which is wrong of negative numbers."""
+
+    preserves_computation = True
+
+    def __init__(self, name):
+        self.name = name
+
+    def match(self, gm):
+        yield from (node for node in gm.graph.nodes if node.name == self.name)
+
+    def apply(self, rewriter, node):
+        rewriter.replace_uses(node, node.args[0])
+        rewriter.erase(node)
+
+
+class Indexes(Removes):
+    """Looks rows up by `index_select`, which takes no negative index; right for what is an index."""
+
+    def apply(self, rewriter, node):
+        table, index = node.args
+        chosen = rewriter.create("call_function", torch.index_select, (table, 0, index), before=node)
+        rewriter.replace_uses(node, chosen)
+        rewriter.erase(node)
+
+
+@pytest.mark.parametrize(
+    ("function", "pass_", "says"),
+    [
+        (lambda self, x, i: x[:6] + torch.abs(i - i[0]), Removes("abs_1"), "sub differs"),
+        (lambda self, x, i: x[(i - 3).clamp(min=0)], Removes("clamp"), "sub differs"),
+        (lambda self, x, i: x.gather(0, i.clamp(min=0)), Removes("clamp"), "gather does not run any more"),
+        (lambda self, x, i: x[i], Indexes("getitem"), ""),
+        (
+            lambda self, x, i: F.one_hot(i.clamp(min=0, max=127), 128),
+            Removes("clamp"),
+            "one_hot does not run",
+        ),
+    ],
+)
+@pytest.mark.parametrize("rows", [200, 400])
+def test_integers_of_both_signs_are_drawn_where_they_are_no_indices(function, pass_, says, rows):
+    inputs = torch.randn(rows), torch.arange(6)
+    traced = fxopt.trace(module(function), inputs)
+
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always", VerificationWarning)
+        pass_(traced, verify=True)
+
+    assert bool(raised) == bool(says)
+    assert says in "".join(str(warning.message) for warning in raised)
+    assert len(history(traced)) == (0 if says else 1)
+
+
 def test_the_same_numbers_of_another_dtype_are_seen():
     said = verified(Narrows(), lambda m, x: x.long(), X)
     assert "long is torch.int32 [3, 4], it was torch.int64 [3, 4]" in str(said)

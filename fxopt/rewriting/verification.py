@@ -45,6 +45,9 @@ SMALLEST = 1e-6
 ZERO_OR_ONE = (0, 2)
 """Integers that are indices of most tables."""
 
+ANY_SIGN = (-128, 128)
+"""Integers that are no indices, such as the distance of two positions."""
+
 
 class Verifier:
     """Compares the pieces of rewritten sites of one graph module, where that was asked for.
@@ -101,21 +104,24 @@ class Verifier:
 
     def _compared(self, piece: Piece) -> str | None:
         dtype, even = torch.float64 if self._preserves else None, not self._preserves
-        try:
-            smaller = self._smaller_sizes(piece)
-            small = Numbers(dtype, lambda size: smaller.get(number_of(size), number_of(size)), even=even)
-            if smaller and self._differs(piece, small) is None:
-                return None
-        except (_Stopped, _CannotRun):
-            pass  # its own sizes are in the graph
+        smaller = self._smaller_sizes(piece)
+
+        def small(size: Any) -> int:
+            return smaller.get(number_of(size), number_of(size))
+
         ways = [
             Numbers(None, integers=ZERO_OR_ONE, even=even),
             Numbers(dtype, integers=ZERO_OR_ONE, even=even),
             Numbers(dtype, even=even),
+            Numbers(dtype, integers=ANY_SIGN, even=even),
         ]
+        ways += [dataclasses.replace(way, size_of=small) for way in ways[2:] if smaller]
         while True:
             try:
-                return self._differs(piece, ways[-1])
+                reason = self._differs(piece, ways[-1])
+                if reason is None or ways[-1].size_of is not small:
+                    return reason
+                ways = ways[:4]  # its own sizes are in the graph
             except _Stopped as stopped:
                 if stopped.name in piece.around and ways[-1].integers == ZERO_OR_ONE:
                     piece.leave_out(stopped.name)
@@ -130,7 +136,10 @@ class Verifier:
         It saves most of the work. Only where both pieces agree on these sizes is that the last word.
         """
         weights = [w for s in piece.before.values() for w in weights_of(self._standing(s, piece.taken))]
-        inputs = pytree.tree_leaves([self._value(self._nodes[name]) for name in piece.inputs])
+        try:
+            inputs = pytree.tree_leaves([self._value(self._nodes[name]) for name in piece.inputs])
+        except _CannotRun:
+            return {}
         sizes = {number_of(size) for leaf in inputs if isinstance(leaf, Tensor) for size in leaf.shape}
         sizes -= {*piece.constants}.union(*(weight.shape for weight in weights))
         return {size: 16 + number for number, size in enumerate(sorted(s for s in sizes if s > 32))}
@@ -151,6 +160,8 @@ class Verifier:
         except _Stopped as stopped:
             if numbers.dtype:  # perhaps it knows no float64
                 return self._differs_on(piece, own_numbers)
+            if numbers.integers == ANY_SIGN and stopped.name not in piece.around:
+                raise  # perhaps they are indices for it
             return f"{stopped.name} does not run any more: {stopped.reason}"
         labels = [*(now for _, now in piece.outputs), *(read.new for read in piece.reads)]
         for label, expected, actual in zip(labels, truth, result, strict=True):
