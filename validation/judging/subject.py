@@ -195,7 +195,7 @@ class Subject:
             torch.manual_seed(0)
             if given:
                 return capture(self.entry, model, self.inputs(dtype))
-            tried = [first] if first else ways(build.free_sizes(self.entry, model))
+            tried = [first] if first else ways(build.free_sizes(self.entry, self.model(torch.float32)))
             return capture_first(model, lambda: self.inputs(dtype), tried)
 
     def run(self, module: nn.Module, dtype: torch.dtype, inputs: dict[str, Tensor] | None = None) -> Any:
