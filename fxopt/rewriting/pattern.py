@@ -27,7 +27,7 @@ from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.proof import prove, strides_of
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.rewriting.spelling import Call, call_of, ways
+from fxopt.rewriting.spelling import Call, arguments_of, call_of, ways
 from fxopt.rewriting.weights import Keep, Left, Restore
 from fxopt.torch_internals import pytree
 
@@ -283,14 +283,13 @@ class _Wanted:
         call, module = self._calls[wanted], index.called(value)
         inside = {**found.inside, wanted: value}
         if isinstance(call, str):
-            if (
-                type(module) is self.kinds[call]
-                and not value.kwargs
-                and found.calls.get(call, value) is value
-            ):
+            if module and type(module) is self.kinds[call] and found.calls.get(call, value) is value:
                 values, calls = {**found.values, call: module}, {**found.calls, call: value}
                 found = Found(found.node, inside, values, calls)
-                yield from self._all(dict(enumerate(wanted.args)), dict(enumerate(value.args)), found, index)
+                asked = arguments_of(module.forward, wanted.args, wanted.kwargs)
+                given = arguments_of(module.forward, value.args, value.kwargs)
+                if asked is not None and given is not None:
+                    yield from self._all(asked, given, found, index)
             return
         named = module is not None or name_of(value) == call.name  # at once: a graph has thousands of calls
         own = call_of(value, module) if named else None

@@ -73,6 +73,17 @@ def number_of(size: Any) -> int:
     return number_with(dict.fromkeys(size.node.expr.free_symbols, 3), size)
 
 
+def doubled(size: Any) -> int:
+    """A size for inputs whose free dimensions are twice as large as in the example, where the graph takes these."""
+    if isinstance(size, int):
+        return size
+    env, numbers = size.node.shape_env, dict[Any, int]()
+    for symbol in size.node.expr.free_symbols:
+        hint = int(env.backed_var_to_val.get(symbol, 3))
+        numbers[symbol] = 2 * hint if 2 * hint <= env.bound_sympy(symbol).upper else hint
+    return number_with(numbers, size)
+
+
 def number_with(numbers: Mapping[Any, int], size: Any) -> int:
     """A size where its symbols have these numbers."""
     return size if isinstance(size, int) else int(size.node.expr.subs(numbers))

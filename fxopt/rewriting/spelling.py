@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +81,18 @@ def ways(wanted: Call, call: Call) -> Iterator[tuple[Mapping[str, Any], Mapping[
             yield one, {**other, first: other[second], second: other[first]}
 
 
+def arguments_of(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The arguments of a call by the names of the function's parameters, without defaults; None if the function takes no such call."""
+    signature = inspect.signature(function)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:
+        return None
+    return _named(bound.arguments, {p.name: p.default for p in signature.parameters.values()})
+
+
 def _counted(value: Any, rank: int | None) -> Any:
     if isinstance(value, list | tuple):
         return [_counted(each, rank) for each in value]
@@ -111,12 +123,7 @@ def _bound(node: Node, name: str) -> dict[str, Any] | None:
         args = (args[0], list(args[1:]))
     function: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
     if isinstance(function, types.FunctionType):
-        try:
-            bound = inspect.signature(function).bind(*args, **node.kwargs)
-        except TypeError:
-            return None
-        defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
-        return _named(bound.arguments, defaults)
+        return arguments_of(function, args, node.kwargs)
     packet = getattr(torch.ops.aten, name, None)
     for overload in packet.overloads() if packet is not None else ():
         arguments = schema_of(getattr(packet, overload)).arguments

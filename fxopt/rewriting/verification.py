@@ -28,7 +28,7 @@ from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
 from fxopt.rewriting.edits import Edit, NodeState
 from fxopt.rewriting.piece import Piece, Read, weights_of
-from fxopt.rewriting.random_inputs import Numbers, number_of
+from fxopt.rewriting.random_inputs import Numbers, doubled
 from fxopt.rewriting.snapshot import Snapshot
 from fxopt.submodules import attribute, prefixes, sharing_copy
 from fxopt.torch_internals import FakeTensorMode, is_erased, pytree
@@ -45,7 +45,7 @@ SMALLEST = 1e-6
 ZERO_OR_ONE = (0, 2)
 """Integers that are indices of most tables."""
 
-ANY_SIGN = (-128, 128)
+ANY_SIGN = (-999, 1000)
 """Integers that are no indices, such as the distance of two positions."""
 
 
@@ -105,9 +105,10 @@ class Verifier:
     def _compared(self, piece: Piece) -> str | None:
         dtype, even = torch.float64 if self._preserves else None, not self._preserves
         smaller = self._smaller_sizes(piece)
+        free = any(isinstance(size, torch.SymInt) for size in self._sizes(piece))
 
         def small(size: Any) -> int:
-            return smaller.get(number_of(size), number_of(size))
+            return smaller.get(doubled(size), doubled(size))
 
         ways = [
             Numbers(None, integers=ZERO_OR_ONE, even=even),
@@ -115,13 +116,14 @@ class Verifier:
             Numbers(dtype, even=even),
             Numbers(dtype, integers=ANY_SIGN, even=even),
         ]
-        ways += [dataclasses.replace(way, size_of=small) for way in ways[2:] if smaller]
+        ways += [dataclasses.replace(way, size_of=doubled) for way in ways[2:] if free]
+        ways += [dataclasses.replace(way, size_of=small) for way in ways[2:4] if smaller]
         while True:
             try:
                 reason = self._differs(piece, ways[-1])
                 if reason is None or ways[-1].size_of is not small:
                     return reason
-                ways = ways[:4]  # its own sizes are in the graph
+                ways = [way for way in ways if way.size_of is not small]  # its own sizes are in the graph
             except _Stopped as stopped:
                 if stopped.name in piece.around and ways[-1].integers == ZERO_OR_ONE:
                     piece.leave_out(stopped.name)
@@ -136,13 +138,18 @@ class Verifier:
         It saves most of the work. Only where both pieces agree on these sizes is that the last word.
         """
         weights = [w for s in piece.before.values() for w in weights_of(self._standing(s, piece.taken))]
-        try:
-            inputs = pytree.tree_leaves([self._value(self._nodes[name]) for name in piece.inputs])
-        except _CannotRun:
-            return {}
-        sizes = {number_of(size) for leaf in inputs if isinstance(leaf, Tensor) for size in leaf.shape}
+        sizes = {*map(doubled, self._sizes(piece))}
         sizes -= {*piece.constants}.union(*(weight.shape for weight in weights))
         return {size: 16 + number for number, size in enumerate(sorted(s for s in sizes if s > 32))}
+
+    def _sizes(self, piece: Piece) -> list[Any]:
+        """The sizes of what flows in; none where they are unknown."""
+        try:
+            values = [self._value(self._nodes[name]) for name in piece.inputs]
+        except _CannotRun:
+            return []
+        leaves = pytree.tree_leaves(values)
+        return [size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape]
 
     def _differs(self, piece: Piece, numbers: Numbers) -> str | None:
         """Compare on random numbers and, where rounding can be seen, on multiples of the constants."""
