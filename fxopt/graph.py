@@ -245,6 +245,20 @@ def describing(value: Tensor) -> Iterator[None]:
         yield
 
 
+def shape_env_of(graph_module: GraphModule) -> Any:
+    """The `ShapeEnv` of the free sizes of the inputs; None where all sizes are fixed."""
+    nodes = graph_module.graph.find_nodes(op="placeholder")
+    leaves = (leaf for node in nodes for leaf in pytree.tree_leaves(value_of(node)))
+    sizes: Iterator[Any] = (size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape)
+    return next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+
+
+def suppressing_guards(graph_module: GraphModule) -> contextlib.AbstractContextManager[None]:
+    """Keep free sizes free in the descriptions of values, also where a pass takes one for a number, as by `int`."""
+    env = shape_env_of(graph_module)
+    return contextlib.nullcontext() if env is None else env.suppress_guards()
+
+
 def alike(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
     """Tell whether sizes are the same in every run: written alike, or so by what the trace has found out."""
     return len(sizes) == len(others) and all(

@@ -68,22 +68,28 @@ def number_of(size: Any) -> int:
     """A size; a free one is that of the example inputs, and 3 where only a run knows it."""
     if isinstance(size, int):
         return size
-    if size.node.has_hint():
-        return int(size.node.hint)
-    return number_with(dict.fromkeys(size.node.expr.free_symbols, 3), size)
+    return int(size.node.hint) if size.node.has_hint() else number_with({}, size)
 
 
-def doubled(size: Any) -> int:
-    """A size for inputs whose free dimensions are twice as large as in the example, where the graph takes these."""
-    if isinstance(size, int):
-        return size
-    env, numbers = size.node.shape_env, dict[Any, int]()
-    for symbol in size.node.expr.free_symbols:
-        hint = int(env.backed_var_to_val.get(symbol, 3))
-        numbers[symbol] = 2 * hint if 2 * hint <= env.bound_sympy(symbol).upper else hint
-    return number_with(numbers, size)
+def resized(env: Any, choose: Callable[[int], int]) -> Callable[[Any], int] | None:
+    """A function that gives other sizes than the example has; None where the graph takes none of these.
+
+    Args:
+        env: the `ShapeEnv` of the graph; None where all sizes are fixed.
+        choose: gives another size for the one of the example.
+    """
+    hints = {symbol: int(hint) for symbol, hint in env.backed_var_to_val.items()} if env else {}
+    numbers = dict(hints)
+    for symbol, hint in hints.items():
+        bounds, number = env.bound_sympy(symbol), choose(hint)
+        numbers[symbol] = number if bounds.lower <= number <= bounds.upper else hint
+    if numbers == hints or not {guard.expr.subs(numbers) for guard in env.guards} <= {True}:
+        return None
+    return lambda size: number_with(numbers, size)
 
 
 def number_with(numbers: Mapping[Any, int], size: Any) -> int:
-    """A size where its symbols have these numbers."""
-    return size if isinstance(size, int) else int(size.node.expr.subs(numbers))
+    """A size where its symbols have these numbers, and 3 for those that only a run knows."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.expr.subs({**dict.fromkeys(size.node.expr.free_symbols, 3), **numbers}))

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from torch.fx import GraphModule, Node
 
-from fxopt import submodules
+from fxopt import graph, submodules
 from fxopt.errors import PassError, UndoError, UnverifiedWarning, VerificationWarning, warn
 from fxopt.rewriting import undoing
 from fxopt.rewriting.attempt import Applied, Attempt, check_log, found_by, nodes_of
@@ -135,6 +135,12 @@ class Rewrite(Transformation, Generic[S]):
         self, rewriter: Rewriter, snapshot: Snapshot, verify: Verify
     ) -> tuple[Explanation, list[Node]]:
         """Rewrite all sites; returns what became of each, and the nodes to mark."""
+        with graph.suppressing_guards(rewriter.graph_module):
+            return self._rewrite_until_none(rewriter, snapshot, verify)
+
+    def _rewrite_until_none(
+        self, rewriter: Rewriter, snapshot: Snapshot, verify: Verify
+    ) -> tuple[Explanation, list[Node]]:
         graph_module, marked = rewriter.graph_module, list[Node]()
         rows, settled = dict[str, Row](), set[str]()  # settled: rewritten, or taken back
         verifier, writes = Verifier(self, graph_module, verify), refuse_writes(self, snapshot)

@@ -7,6 +7,7 @@ import dataclasses
 
 from torch.fx import GraphModule, Node
 
+from fxopt import graph
 from fxopt.errors import PassError, UnverifiedWarning, VerificationWarning, warn
 from fxopt.rewriting import undoing
 from fxopt.rewriting.attempt import Applied, Attempt
@@ -110,7 +111,7 @@ class Transformation(abc.ABC):
 
     def _applied(self, graph_module: GraphModule, verify: Verify) -> Applied:
         """Apply a hand-written `transform`, and find out what it changed."""
-        with Attempt(self, graph_module) as attempt:
+        with Attempt(self, graph_module) as attempt, graph.suppressing_guards(graph_module):
             verifier = Verifier(self, graph_module, verify)
             with attempt.writes:
                 result = self.transform(graph_module)

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fxopt import graph
-from fxopt.compare import Unlike, epsilon, norm_error, pairs, row_error
+from fxopt.compare import Unlike, epsilon, norm_error, pairs, rounds, row_error
 from fxopt.constants import computed_constant, constants_of, is_changing
 from fxopt.errors import PassError
 from fxopt.float64 import wide_dtype
@@ -28,7 +28,7 @@ from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
 from fxopt.rewriting.edits import Edit, NodeState
 from fxopt.rewriting.piece import Piece, Read, weights_of
-from fxopt.rewriting.random_inputs import Numbers, doubled
+from fxopt.rewriting.random_inputs import Numbers, number_of, resized
 from fxopt.rewriting.snapshot import Snapshot
 from fxopt.submodules import attribute, prefixes, sharing_copy
 from fxopt.torch_internals import FakeTensorMode, is_erased, pytree
@@ -45,8 +45,11 @@ SMALLEST = 1e-6
 ZERO_OR_ONE = (0, 2)
 """Integers that are indices of most tables."""
 
-ANY_SIGN = (-999, 1000)
+ANY_SIGN = (-128, 128)
 """Integers that are no indices, such as the distance of two positions."""
+
+FAR = (-999, 1000)
+"""Integers that are no indices of small tables either."""
 
 
 class Verifier:
@@ -68,6 +71,9 @@ class Verifier:
         self._values = _described(graph_module, verify) if isinstance(verify, tuple) else {}
         self._nodes: Mapping[str, Node] = {}
         self._constants = constants_of(GraphIndex(graph_module))
+        env = graph.shape_env_of(graph_module)
+        self._doubled = resized(env, lambda size: 2 * size) or number_of
+        self._ones = resized(env, lambda size: 1)
 
     def difference(self, edits: Sequence[Edit], before: Snapshot, made: Mapping[str, Node]) -> str | None:
         """Compare a site before and after its changes.
@@ -105,10 +111,9 @@ class Verifier:
     def _compared(self, piece: Piece) -> str | None:
         dtype, even = torch.float64 if self._preserves else None, not self._preserves
         smaller = self._smaller_sizes(piece)
-        free = any(isinstance(size, torch.SymInt) for size in self._sizes(piece))
 
         def small(size: Any) -> int:
-            return smaller.get(doubled(size), doubled(size))
+            return smaller.get(self._doubled(size), self._doubled(size))
 
         ways = [
             Numbers(None, integers=ZERO_OR_ONE, even=even),
@@ -116,12 +121,14 @@ class Verifier:
             Numbers(dtype, even=even),
             Numbers(dtype, integers=ANY_SIGN, even=even),
         ]
-        ways += [dataclasses.replace(way, size_of=doubled) for way in ways[2:] if free]
-        ways += [dataclasses.replace(way, size_of=small) for way in ways[2:4] if smaller]
+        for size_of in [self._doubled] * (self._doubled is not number_of) + [small] * bool(smaller):
+            ways += [dataclasses.replace(way, size_of=size_of) for way in ways[2:4]]
         while True:
             try:
                 reason = self._differs(piece, ways[-1])
-                if reason is None or ways[-1].size_of is not small:
+                if reason is None:
+                    return self._differs_further(piece, ways[-1])
+                if ways[-1].size_of is not small:
                     return reason
                 ways = [way for way in ways if way.size_of is not small]  # its own sizes are in the graph
             except _Stopped as stopped:
@@ -132,24 +139,34 @@ class Verifier:
                 else:
                     raise stopped.reason from stopped
 
+    def _differs_further(self, piece: Piece, way: Numbers) -> str | None:
+        """Compare where free sizes are 1, and on larger integers, if the piece as it was takes these."""
+        ways = [dataclasses.replace(way, size_of=self._ones)] if self._ones else []
+        counts = any(not (rounds(tensor) or tensor.dtype == torch.bool) for tensor in self._tensors(piece))
+        ways += [dataclasses.replace(way, integers=FAR)] if counts and way.integers == ANY_SIGN else []
+        for way in ways:
+            with contextlib.suppress(_Stopped):
+                if reason := self._differs(piece, way):
+                    return reason
+        return None
+
+    def _tensors(self, piece: Piece) -> list[Tensor]:
+        """The descriptions of the tensors that flow in."""
+        values = [self._value(self._nodes[name]) for name in piece.inputs]
+        return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
     def _smaller_sizes(self, piece: Piece) -> dict[int, int]:
         """A small size for each large one of what flows in, unless weights or arguments have it, too.
 
         It saves most of the work. Only where both pieces agree on these sizes is that the last word.
         """
         weights = [w for s in piece.before.values() for w in weights_of(self._standing(s, piece.taken))]
-        sizes = {*map(doubled, self._sizes(piece))}
+        try:
+            sizes = {self._doubled(size) for tensor in self._tensors(piece) for size in tensor.shape}
+        except _CannotRun:
+            return {}
         sizes -= {*piece.constants}.union(*(weight.shape for weight in weights))
         return {size: 16 + number for number, size in enumerate(sorted(s for s in sizes if s > 32))}
-
-    def _sizes(self, piece: Piece) -> list[Any]:
-        """The sizes of what flows in; none where they are unknown."""
-        try:
-            values = [self._value(self._nodes[name]) for name in piece.inputs]
-        except _CannotRun:
-            return []
-        leaves = pytree.tree_leaves(values)
-        return [size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape]
 
     def _differs(self, piece: Piece, numbers: Numbers) -> str | None:
         """Compare on random numbers and, where rounding can be seen, on multiples of the constants."""
@@ -167,7 +184,7 @@ class Verifier:
         except _Stopped as stopped:
             if numbers.dtype:  # perhaps it knows no float64
                 return self._differs_on(piece, own_numbers)
-            if numbers.integers == ANY_SIGN and stopped.name not in piece.around:
+            if numbers.integers in (ANY_SIGN, FAR) and stopped.name not in piece.around:
                 raise  # perhaps they are indices for it
             return f"{stopped.name} does not run any more: {stopped.reason}"
         labels = [*(now for _, now in piece.outputs), *(read.new for read in piece.reads)]
