@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -366,6 +367,10 @@ _KERNELS: Mapping[type[nn.Module], Mapping[str, Kernel]] = {
 }
 
 
+_REFERENCE = 30
+"""A kernel that takes so many times as long as torch's own is no more than a reference."""
+
+
 @functools.cache
 def _available() -> Mapping[type[nn.Module], Mapping[str, Kernel]]:
     samples: dict[type[nn.Module], tuple[nn.Module, tuple[int, ...]]] = {
@@ -384,9 +389,27 @@ def _available() -> Mapping[type[nn.Module], Mapping[str, Kernel]]:
     for convolution in (nn.Conv1d, nn.Conv2d):
         if "onednn" not in found[convolution]:
             found[convolution].clear()  # what is packed between others takes its layout
-    if "int8" in found[nn.Linear]:  # which is faster for all sizes
+    int8 = found[nn.Linear].get("int8")
+    if int8 and _is_reference(int8):
+        del found[nn.Linear]["int8"]
+    elif int8:  # which is faster for all sizes
         found[nn.Linear].pop("int8_weight", None)
     return found
+
+
+def _is_reference(kernel: Kernel) -> bool:
+    """Tell whether oneDNN has no code for this processor but its reference, which takes a thousand times as long."""
+    layer, value = nn.utils.skip_init(nn.Linear, 256, 256), torch.zeros(64, 256)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    run, seconds = kernel.pack(layer, value.shape).run, list[float]()
+    with torch.no_grad():
+        for call in (layer, lambda value: run(layer.bias, value, None, None, False)):
+            for _ in range(3):
+                start = time.perf_counter()
+                call(value)
+                seconds.append(time.perf_counter() - start)
+    return min(seconds[3:]) > _REFERENCE * min(seconds[:3])
 
 
 def _works(layer: nn.Module, kernel: Kernel, shape: tuple[int, ...], dtype: torch.dtype) -> bool:

@@ -84,7 +84,7 @@ def optimize(
             that is not a method or is `forward`, or `max_graphs` is less than 1.
         TypeError: `model` is no module; the example inputs do not fit the model's forward, or `dynamic_shapes` names others; or `keep_model=False`
             and there are none.
-        Exception: what the model itself raises for the example inputs.
+        Exception: what the model raises for example inputs of which there is a graph; for others, its first call raises.
 
     Example:
         >>> import torch, fxopt
@@ -136,8 +136,8 @@ def _check(model: Any, options: Options) -> None:
         raise ValueError(
             "engine='auto' takes what is measured as the fastest: leave tune=True, or name an engine"
         )
-    if options.max_graphs < 1:
-        raise ValueError(f"max_graphs is {options.max_graphs}; give a number of graphs, 1 or more")
+    if type(options.max_graphs) is not int or options.max_graphs < 1:
+        raise ValueError(f"max_graphs is {options.max_graphs!r}; give a number of graphs, 1 or more")
 
 
 def _check_inputs(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any, keep_model: bool) -> None:

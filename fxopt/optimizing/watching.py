@@ -68,7 +68,7 @@ class State:
         Numbers, flags and texts in these attributes count as a change unless a call has left them (`note_left`).
         """
         self.places, modules = places, dict(model.named_modules())
-        self._assigned: dict[Any, tuple[Any, set[Any]]] = {}
+        self._assigned: dict[Any, tuple[Any, set[tuple[type, str]]]] = {}
         left_out: dict[int, Any] = {}
         for path, name in places:
             if path in modules:
@@ -83,7 +83,7 @@ class State:
         for (_, name), (attributes, left) in self._assigned.items():
             value = attributes.get(name)
             if isinstance(value, _PLAIN):
-                left.add((type(value), value))
+                left.add(_written(value))
 
     def is_gone(self) -> bool:
         """Tell whether a weight was written, or has other memory: this state does not come back."""
@@ -115,11 +115,16 @@ class State:
             old, new = then.get(key, _PLAIN), current.get(key, _PLAIN)
             _, left = self._assigned.get((id(now), key), (None, None))
             plain = isinstance(new, _PLAIN)
-            if plain and (type(new), new) not in ((type(old), old), *(left or ())):
+            if plain and old is not new and _written(new) not in (_written(old), *(left or ())):
                 return False
             if not plain and old is not new and left is None and key not in DERIVED_FROM_GRAPH:
                 return False
         return True
+
+
+def _written(value: Any) -> tuple[type, str]:
+    """A number, flag or text such that -0.0 is another one than 0.0, and NaN is itself."""
+    return type(value), repr(value)
 
 
 def _collect(value: Any, found: dict[int, Any]) -> None:

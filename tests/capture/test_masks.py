@@ -5,7 +5,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch.export import Dim
-from transformers import Aimv2TextConfig, Aimv2TextModel, masking_utils, modeling_utils
+from transformers import (
+    Aimv2TextConfig,
+    Aimv2TextModel,
+    MoonshineConfig,
+    MoonshineModel,
+    masking_utils,
+    modeling_utils,
+)
 
 import fxopt
 from fxopt.errors import GuardError, TraceError
@@ -264,3 +271,23 @@ def test_a_mask_of_fewer_rows_than_the_batch_is_refused_with_a_guard() -> None:
     model(x[:2], one_row)
     with pytest.raises(GuardError, match="transformers_masks|masking_utils"):
         traced(x[:2], one_row)
+
+
+def test_attention_that_is_causal_only_where_it_has_no_mask_keeps_the_mask() -> None:
+    """Moonshine gives `is_causal=False` where there is a mask, which the eager model leaves out."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 99, "pad_token_id": 0}
+    layers = {"encoder_num_hidden_layers": 1, "decoder_num_hidden_layers": 1}
+    heads = {"encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4}
+    model = MoonshineModel(MoonshineConfig(**sizes, **layers, **heads, use_cache=False)).eval().double()
+
+    def sound(batch: int, tokens: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(1, 99, (batch, tokens))
+        return {"input_values": torch.randn(batch, 2000).double(), "decoder_input_ids": ids}
+
+    free = {"input_values": {0: Dim.AUTO}, "decoder_input_ids": {0: Dim.AUTO, 1: Dim.AUTO}}
+    traced = fxopt.trace(model, (), sound(2, 5), dynamic_shapes=free)
+    for batch, tokens in ((2, 5), (3, 4), (1, 7)):
+        given = sound(batch, tokens)
+        with torch.no_grad():
+            expected, actual = model(**given), traced(**given)
+        torch.testing.assert_close(actual.last_hidden_state, expected.last_hidden_state)

@@ -698,3 +698,41 @@ def test_a_graph_in_a_model_may_be_compiled_anew():
     model.steps.recompile()
     torch.testing.assert_close(fast(X), model(X), rtol=1e-5, atol=1e-5)
     assert len(fast.report) == 2
+
+
+def test_a_zero_of_another_sign_is_another_number():
+    model = module(
+        lambda self, x: torch.copysign(x.abs(), self.sign) + self.layer(x) * 0,
+        layer=nn.Linear(16, 16),
+        sign=0.0,
+    )
+    fast = fxopt.optimize(model, (X,))
+    with torch.no_grad():
+        assert torch.equal(fast(X), model(X))
+        model.sign = -0.0
+        assert torch.equal(fast(X), model(X))
+    assert reasons(fast) == [None, None]
+
+
+def test_weights_of_inference_mode_get_no_graph():
+    """Torch counts no writes into them, so that a graph would keep the old ones."""
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(16, 16), nn.ReLU()).eval()
+        fast = fxopt.optimize(model, (X,))
+        model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+        assert torch.equal(fast(X), model(X))
+    assert "torch.inference_mode()" in reasons(fast)[0]
+
+
+def test_a_graph_that_computes_something_else_is_not_used():
+    """Its run in float64 does the same, so that only the model itself can tell."""
+
+    def forward(self, x):
+        y = x.contiguous()
+        return self.layer(y * 1.2 if y is x else y)  # `y is x` is no, for a capture
+
+    model = randomise(module(forward, layer=nn.Linear(16, 16)))
+    fast = fxopt.optimize(model, (X,))
+    with torch.no_grad():
+        assert torch.equal(fast(X), model(X))
+    assert reasons(fast) == ["its graph computes something else than the model"]
