@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxopt.errors import FxoptError
-from fxopt.graph import NUMBERS, source_line
+from fxopt.graph import NUMBERS, check_graph_module, source_line
 from fxopt.rewriting.record import MARKS, find_record
 
 _STYLE = """\
@@ -49,6 +49,7 @@ def draw(graph_module: GraphModule, *, depth: int | None = None, format: str = "
 
     Raises:
         FxoptError: `dot` is not there, or fails.
+        TypeError: this is no graph module.
         ValueError: `depth` is negative, or the format is unknown.
 
     Example:
@@ -59,6 +60,7 @@ def draw(graph_module: GraphModule, *, depth: int | None = None, format: str = "
         >>> "3×4" in fxopt.draw(traced, format="dot")
         True
     """
+    check_graph_module(graph_module, "draw takes")
     if format not in ("svg", "dot"):
         raise ValueError(f"format is {format!r}; it must be 'svg' or 'dot'")
     if depth is not None and depth < 0:

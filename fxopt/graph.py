@@ -30,6 +30,15 @@ NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size, 
 """The types of values that are no tensors and hold none: numbers, and what describes tensors."""
 
 
+def check_graph_module(value: Any, what: str) -> None:
+    """Raise a TypeError that says what to do if `value` is no GraphModule, most likely a model; `what` is what takes one."""
+    if not isinstance(value, GraphModule):
+        raise TypeError(
+            f"{what} a torch.fx.GraphModule, got {type(value).__name__}: "
+            "trace the model first, for example with fxopt.symbolic_trace"
+        )
+
+
 def input_of(node: Node, module: nn.Module) -> Node | None:
     """The node that a one-input module is called with, by position or by keyword; `None` if unclear."""
     names = positional(type(module).forward)[1:]  # the first one is self

@@ -247,3 +247,13 @@ def test_a_signature_holds_no_address():
     for option in (Slots(), functools.partial(test_a_signature_holds_no_address)):
         assert " at 0x" in repr(option)
         assert " at 0x" not in PlainOptions(1, option).signature
+
+
+@pytest.mark.parametrize(
+    "function", [fxopt.draw, fxopt.guards, fxopt.MergeLinears(), fxopt.MergeLinears().explain]
+)
+def test_a_model_in_the_place_of_a_graph_is_said_to_be_one(function):
+    with pytest.raises(
+        TypeError, match=r"takes|rewrites.* a torch\.fx\.GraphModule, got Linear: trace the model"
+    ):
+        function(torch.nn.Linear(2, 2))

@@ -281,7 +281,7 @@ def test_hand_written_transformations_that_make_new_graphs_are_verified_or_it_sa
 @pytest.mark.parametrize(
     ("verify", "error", "text"),
     [
-        (X, TypeError, "verify is a Tensor; give True, or a tuple"),
+        (X, TypeError, "verify is of type Tensor; give True, or a tuple"),
         ((X, X[:2]), PassError, "does not take these"),
     ],
 )

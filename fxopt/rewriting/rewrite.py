@@ -17,7 +17,7 @@ from fxopt.rewriting.explanation import Explanation, Refusal, Row, Site, node_of
 from fxopt.rewriting.record import mark
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.snapshot import Snapshot, refuse_writes
-from fxopt.rewriting.transformation import ReversibleTransformation, Transformation, check_graph_module
+from fxopt.rewriting.transformation import ReversibleTransformation, Transformation
 from fxopt.rewriting.verification import Verifier, Verify
 from fxopt.torch_internals import is_erased
 
@@ -68,7 +68,7 @@ class Rewrite(Transformation, Generic[S]):
             FuseBatchNorm2dInConv2d: 0 sites, 1 refused
               _1  1  the BatchNorm2d is in training mode: it normalises by batch statistics
         """
-        check_graph_module(self, graph_module)
+        graph.check_graph_module(graph_module, f"{self!r} rewrites")
         found = found_by(self, graph_module)
         at_once = type(self).opens_sites is Rewrite.opens_sites or all(isinstance(e, Refusal) for e in found)
         if verify is False and at_once:
@@ -91,7 +91,7 @@ class Rewrite(Transformation, Generic[S]):
             >>> fxopt.history(traced)
             0 applied
         """
-        check_graph_module(self, graph_module)
+        graph.check_graph_module(graph_module, f"{self!r} rewrites")
         snapshot = Snapshot(graph_module)
         try:
             return self._rewrite_sites(Rewriter(graph_module), snapshot, False)[0]

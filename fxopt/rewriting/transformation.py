@@ -78,7 +78,7 @@ class Transformation(abc.ABC):
                 `ensures`, or changed its own signature. An error of the transformation itself is raised as it
                 is, with a note that names the transformation.
         """
-        check_graph_module(self, graph_module)
+        graph.check_graph_module(graph_module, f"{self!r} rewrites")
         return finished(self, self._applied(graph_module, verify), lint_and_recompile)
 
     @property
@@ -172,7 +172,7 @@ class ReversibleTransformation(Transformation):
         """
         if not reverse:
             return super().__call__(graph_module, lint_and_recompile, verify=verify)
-        check_graph_module(self, graph_module)
+        graph.check_graph_module(graph_module, f"{self!r} rewrites")
         return finished(self, self._reversed(graph_module), lint_and_recompile)
 
     def mark_as_restored(self, node: Node) -> None:
@@ -187,15 +187,6 @@ class ReversibleTransformation(Transformation):
 
     def _reversed(self, graph_module: GraphModule) -> Applied:
         return undoing.reverse_by_hand(self, graph_module, undoing.own_steps(self, graph_module))
-
-
-def check_graph_module(pass_: Transformation, graph_module: GraphModule) -> None:
-    """Raise a TypeError that says what to do if `graph_module` is no GraphModule, most likely a model."""
-    if not isinstance(graph_module, GraphModule):
-        raise TypeError(
-            f"{pass_!r} rewrites a torch.fx.GraphModule, got {type(graph_module).__name__}: "
-            "trace the model first, for example with fxopt.symbolic_trace"
-        )
 
 
 def finished(pass_: Transformation, applied: Applied, lint_and_recompile: bool) -> GraphModule:

@@ -61,7 +61,9 @@ class Verifier:
 
     def __init__(self, pass_: Any, graph_module: GraphModule, verify: Verify) -> None:
         if not isinstance(verify, bool | tuple):
-            raise TypeError(f"verify is a {type(verify).__name__}; give True, or a tuple of example inputs")
+            raise TypeError(
+                f"verify is of type {type(verify).__name__}; give True, or a tuple of example inputs"
+            )
         self.unverified: dict[str, str] = {}
         self._verify = verify
         self._preserves, self._tolerance = pass_.preserves_computation, pass_.tolerance

@@ -16,6 +16,7 @@ import fxopt
 from fxopt import engines
 from fxopt.optimizing import dispatch, prepare, watching
 from tests.capture.test_transformers import bert, resnet
+from tests.modules import module
 
 X, Y = torch.randn(4, 16), torch.randn(4, 16)
 
@@ -257,9 +258,10 @@ def test_large_integers_are_computed_by_torch():
 
 
 @torch.no_grad()
-def test_weights_made_under_inference_mode(ran):
+def test_buffers_made_under_inference_mode(ran):
+    model = module(lambda self, x: self.layers(x) * self.scale, layers=layers())
     with torch.inference_mode():
-        model = layers()
+        model.register_buffer("scale", torch.tensor(3.0))
     with pytest.warns(fxopt.FallbackWarning, match="was made under inference_mode"):
         fxopt.optimize(model, (X,), engine="openvino")
 

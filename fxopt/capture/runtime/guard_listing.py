@@ -16,6 +16,7 @@ from fxopt.capture.runtime.input_specs import (
     describe,
     dtype_kind,
 )
+from fxopt.graph import check_graph_module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,9 @@ def guards(gm: torch.fx.GraphModule) -> list[Guard]:
         One `Guard` for each assumption, in the order of the inputs, sizes that depend on each other after those. Empty
         for a graph module that `fxopt.trace` did not make: it assumes the same things, perhaps, and does not check.
 
+    Raises:
+        TypeError: this is no graph module.
+
     Example:
         >>> import torch, fxopt
         >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2)).eval()
@@ -71,6 +75,7 @@ def guards(gm: torch.fx.GraphModule) -> list[Guard]:
         input, dimension 2: input.shape[2] == 4  (the example input)
         input, dimension 0: input.shape[0] <= 64  (dynamic_shapes: Dim('rows', min=0, max=64))
     """
+    check_graph_module(gm, "guards takes")
     called = dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "call_module")
     modules = [gm.get_submodule(target) for target in called]
     found = [guard for m in modules if isinstance(m, InputGuard) for guard in _listed(m)]
