@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 STATUSES = {
     0: "all is well",
-    1: "the answer is no: a model is not captured, a case fails, `compare` finds something worse, `doctor` found a fault",
+    1: "the answer is no: a model is not captured, a case fails, `compare` finds something worse, `doctor` or `zoo check` finds a fault",
     2: "a mistake in the command or in a file that it names, no case chosen, or the harness is not installed",
     3: "`validate`: pytest or one of its plugins failed",
     130: "interrupted; what ran is kept",

@@ -339,3 +339,32 @@ def test_random_numbers_may_be_forked_where_none_is_drawn(training):
 def test_forked_random_numbers_that_are_drawn_or_read_are_refused(inside):
     with pytest.raises(fxopt.TraceError, match=r"torch\.get_rng_state"):
         fxopt.trace(Forked(inside, training=True), (X,), verify=False)
+
+
+class Checkpoints(torch.nn.Module):
+    """Asks for gradients before it asks whether to save memory, as the models of diffusers do."""
+
+    def __init__(self, saves):
+        super().__init__()
+        self.dense, self.saves = torch.nn.Linear(4, 4), saves
+
+    def forward(self, x):
+        if torch.is_grad_enabled() and self.saves:
+            return torch.sigmoid(self.dense(x))
+        return torch.relu(self.dense(x))
+
+
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("captured", [False, True])
+def test_whether_gradients_are_recorded_is_guarded_where_the_graph_depends_on_it(saves, captured):
+    model = Checkpoints(saves).eval()
+    with torch.set_grad_enabled(captured):
+        gm = fxopt.trace(model, (X,))
+    with torch.set_grad_enabled(not captured):
+        if saves:
+            with pytest.raises(fxopt.GuardError, match=f"captured with grad {'on' if captured else 'off'}"):
+                gm(X)
+        else:
+            assert torch.equal(gm(X), model(X))
+            assert gm(X).requires_grad is not captured
+    assert bool(gm.modes_read) is saves

@@ -52,6 +52,7 @@ def capture_graph(request: Request, verify: bool) -> TracedModule:
             if len(set(given)) < len(given) and made.placeholders.identity_matters(made.reads):
                 request = dataclasses.replace(request, shared_inputs=True)
                 made = _settled(request)
+            _leave_out_gradient_mode(made)
             guards = guards_of(made.relied_on() + made.free.asked(), made.shape_env.replace)
             alternatives = [guards, *_size_one_alternatives(made, guards)]
         made.free.check_asked()
@@ -127,6 +128,24 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
         if not inside:
             return made
         request, like = dataclasses.replace(request, layers=request.layers - inside), made.request.answers
+
+
+def _leave_out_gradient_mode(made: RunResult) -> None:
+    """Forget that the forward asked whether gradients are recorded, if its graph is the same either way.
+
+    Models of diffusers ask it before they ask whether to save memory by checkpoints.
+    """
+    modes = made.reads.modes_read
+    if "grad" not in modes or "gradients" in made.reads.read_at:  # a mode of which tensors take gradients
+        return
+    asked = modes.pop("grad")
+    try:
+        with torch.set_grad_enabled(not asked[0]):
+            other = _settled(made.request)
+    except TraceError:
+        other = None
+    if other is None or other.reads.modes_read.pop("grad", None) is None or not equivalent(made, other):
+        modes["grad"] = asked
 
 
 def _keeps_tables(made: RunResult, tried: bool) -> bool:
