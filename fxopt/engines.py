@@ -435,8 +435,11 @@ def _onnx(exported: Any) -> Any:
 def _exported(body: GraphModule, inputs: tuple[Tensor, ...], convert: Callable[[Any], Any]) -> Any:
     """Convert the body as torch.export gives it; Unfit if that fixes a free size."""
     free = [[dim for dim, size in enumerate(shape) if not isinstance(size, int)] for shape in _shapes(body)]
+    known = _known_sizes(body, inputs)
+    # torch.export takes a size of 1 for fixed.
+    inputs = _of_sizes(body, inputs, {symbol: 2 if value == 1 else value for symbol, value in known.items()})
     if any(tensor.shape[dim] < 2 for tensor, dims in zip(inputs, free, strict=True) for dim in dims):
-        raise Unfit("it fixes a free size that is 0 or 1 in the example inputs")
+        raise Unfit("it fixes a free size that is 0 in the example inputs")
     specs = tuple(dict.fromkeys(dims, torch.export.Dim.AUTO) for dims in free)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -450,26 +453,13 @@ def _exported(body: GraphModule, inputs: tuple[Tensor, ...], convert: Callable[[
 
 def _probe(body: GraphModule, inputs: tuple[Tensor, ...], run: Function) -> None:
     """Raise Unfit unless a function computes what the body does for other sizes, too: an exporter may bake one of the example in."""
-    shapes = [*_shapes(body)]
-    free = [
-        (cast(Any, size).node.expr, value)
-        for shape, tensor in zip(shapes, inputs, strict=True)
-        for size, value in zip(shape, tensor.shape, strict=True)
-        if isinstance(size, torch.SymInt)
-    ]
-    known = {symbol: value for symbol, value in free if symbol.is_Symbol}
-    if any(symbol not in known for expression, _ in free for symbol in expression.free_symbols):
-        raise Unfit("a free size is computed of another that is none of an input")
+    known = _known_sizes(body, inputs)
     alike = [[other for other in known if known[other] == value] for value in dict.fromkeys(known.values())]
     tried: set[Any] = set()
     for changed in (*([symbol] for symbol in known), *alike):
         value = known[changed[0]]
         for other in (2 * value, value + 1):
-            sizes = known | dict.fromkeys(changed, other)
-            given = tuple(
-                _resized(tensor, [number_with(sizes, size) for size in shape])
-                for tensor, shape in zip(inputs, shapes, strict=True)
-            )
+            given = _of_sizes(body, inputs, known | dict.fromkeys(changed, other))
             try:
                 wanted = body.forward(*given)  # called as a module, torch.fx prints the error
             except Exception:  # sizes that the model does not take together
@@ -480,6 +470,27 @@ def _probe(body: GraphModule, inputs: tuple[Tensor, ...], run: Function) -> None
             tried.update(changed)
     if untried := sorted(known.keys() - tried, key=str):
         raise Unfit(f"it cannot be tried with another size than {known[untried[0]]}")
+
+
+def _known_sizes(body: GraphModule, inputs: tuple[Tensor, ...]) -> dict[Any, int]:
+    """The free sizes of the inputs; Unfit if these do not tell all."""
+    sizes = [
+        (cast(Any, size).node.expr, value)
+        for shape, tensor in zip(_shapes(body), inputs, strict=True)
+        for size, value in zip(shape, tensor.shape, strict=True)
+        if isinstance(size, torch.SymInt)
+    ]
+    known = {symbol: value for symbol, value in sizes if symbol.is_Symbol}
+    if any(symbol not in known for expression, _ in sizes for symbol in expression.free_symbols):
+        raise Unfit("a free size is computed of another that is none of an input")
+    return known
+
+
+def _of_sizes(body: GraphModule, inputs: tuple[Tensor, ...], sizes: Mapping[Any, int]) -> tuple[Tensor, ...]:
+    return tuple(
+        _resized(tensor, [number_with(sizes, size) for size in shape])
+        for tensor, shape in zip(inputs, _shapes(body), strict=True)
+    )
 
 
 def _resized(tensor: Tensor, sizes: list[int]) -> Tensor:

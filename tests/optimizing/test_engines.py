@@ -561,3 +561,16 @@ def test_the_log_of_the_onnx_exporter_is_silent_meanwhile(monkeypatch):
         engines._onnx("a graph")
     assert heard == [False]
     assert logger.level == level
+
+
+@pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])
+@torch.no_grad()
+def test_one_image_at_a_time_after_a_batch(engine):
+    """The graph with a free batch is made for a batch of 1, which torch.export takes for fixed."""
+    pytest.importorskip(engine)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)).eval()
+    fast = fxopt.optimize(model, engine=engine)
+    for batch in (4, 1, 2, 1):
+        images = torch.randn(batch, 3, 8, 8)
+        torch.testing.assert_close(fast(images), model(images), atol=1e-5, rtol=1e-4)
+    assert [report.engine for report in fast.report] == [engine] * 2
