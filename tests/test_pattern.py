@@ -546,3 +546,62 @@ def test_undo_by_copies_is_exact_and_saved(tmp_path):
     fxopt.save(after, tmp_path, trusted=[FoldNumber])
     for carried in (fxopt.load(tmp_path, trusted=[FoldNumber]), after):
         assert_round_trip(before, fxopt.undo(carried))
+
+
+class Heads(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.attention, self.options = nn.MultiheadAttention(4, 2, batch_first=True), options
+
+    def forward(self, x):
+        return torch.amax(self.attention(x, x, x, **self.options)[1])
+
+
+class PeakOfHeads(fxopt.Pattern):
+    def pattern(self, x, attention: nn.MultiheadAttention):
+        return torch.amax(attention(x, x, x, average_attn_weights=False)[1])
+
+    def replacement(self, x, attention):
+        return torch.amax(attention(x, x, value=x, average_attn_weights=False)[1].flatten())
+
+
+@pytest.mark.parametrize(
+    ("options", "sites"),
+    [
+        ({}, 0),
+        ({"average_attn_weights": True}, 0),
+        ({"average_attn_weights": False, "need_weights": True}, 1),
+    ],
+)
+def test_keyword_arguments_of_a_layer_are_those_of_its_forward(options, sites):
+    model, x = Heads(**options).eval(), torch.randn(3, 5, 4)
+    graph = fxopt.trace(model, (x,))
+    assert len(PeakOfHeads().explain(graph).sites) == sites
+    torch.testing.assert_close(PeakOfHeads()(graph)(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        lambda self, x: torch.clamp(x, max=50),
+        lambda self, x: torch.clamp(x, min=-500),
+        lambda self, x: x.to(torch.int8).to(torch.int64),
+        lambda self, x: torch.clamp(x, max=2),
+    ],
+)
+def test_wrong_rules_on_integers_far_from_zero_are_found(pattern):
+    graph = fxopt.trace(module(lambda self, x: pattern(self, x) * 2), (torch.arange(9),))
+    with pytest.raises(PassError, match="is wrong"):
+        rule(pattern, lambda self, x: x.clone())(graph)
+
+
+def test_a_replacement_with_fewer_digits_is_refused():
+    """Both functions give the same in float64."""
+    graph = fxopt.trace(module(lambda self, x: x * torch.sigmoid(x) * 2), (torch.randn(3, 4),))
+    half = rule(
+        lambda self, x: x * torch.sigmoid(x), lambda self, x: F.silu(x.to(torch.bfloat16)).to(torch.float32)
+    )
+    (refusal,) = half.explain(graph).refusals
+    assert "by rounding" in refusal[2]
+    whole = rule(lambda self, x: x * torch.sigmoid(x), lambda self, x: F.silu(x))
+    assert len(whole.explain(graph).sites) == 1

@@ -657,3 +657,44 @@ def test_a_promise_that_is_broken_names_the_pass_and_those_before_it():
         compose(ChangeTrueDivToMulByInverse(), Promises(3))(graph_module)
     assert_round_trip(before, graph_module)
     passes.parts[0](graph_module)
+
+
+class HardCodes(Removes):
+    """Divides a sum by the length of the example."""
+
+    def apply(self, rewriter, node):
+        length = int(node.args[0].meta["val"].shape[1])
+        total = rewriter.create("call_function", torch.sum, (node.args[0], 1), before=node)
+        mean = rewriter.create("call_function", operator.truediv, (total, length), before=node)
+        rewriter.replace_uses(node, mean)
+        rewriter.erase(node)
+
+
+class Squeezes(Removes):
+    """Removes all dimensions of size 1, in the place of one of them."""
+
+    def apply(self, rewriter, node):
+        squeezed = rewriter.create("call_method", "squeeze", (node.args[0],), before=node)
+        rewriter.replace_uses(node, squeezed)
+        rewriter.erase(node)
+
+
+@pytest.mark.parametrize(
+    ("function", "pass_", "says"),
+    [
+        (lambda self, x: x.mean(1) * 2, HardCodes("mean"), "truediv differs"),
+        (lambda self, x: x[:, :1].squeeze(1) * 2, Squeezes("squeeze"), "squeeze_1 is"),
+    ],
+)
+@pytest.mark.parametrize("length", [3, 40])
+def test_free_sizes_are_others_than_in_the_example(function, pass_, says, length):
+    free = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
+    traced = fxopt.trace(module(function), (torch.randn(2, length),), dynamic_shapes=({**free},))
+    size = traced.graph.find_nodes(op="placeholder")[0].meta["val"].shape[1]
+    with pytest.warns(VerificationWarning, match=says):
+        pass_(traced, verify=True)
+    assert not history(traced)
+    assert not isinstance(size, int)
+    assert size.node.expr.is_Symbol, "a pass that asks for a number has fixed it"
+    pass_(traced)
+    assert size.node.expr.is_Symbol

@@ -283,7 +283,8 @@ class _Wanted:
         call, module = self._calls[wanted], index.called(value)
         inside = {**found.inside, wanted: value}
         if isinstance(call, str):
-            if module and type(module) is self.kinds[call] and found.calls.get(call, value) is value:
+            known = found.calls.get(call, value) is value
+            if module is not None and known and type(module) is self.kinds[call]:
                 values, calls = {**found.values, call: module}, {**found.calls, call: value}
                 found = Found(found.node, inside, values, calls)
                 asked = arguments_of(module.forward, wanted.args, wanted.kwargs)

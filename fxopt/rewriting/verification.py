@@ -153,8 +153,11 @@ class Verifier:
         return None
 
     def _tensors(self, piece: Piece) -> list[Tensor]:
-        """The descriptions of the tensors that flow in."""
-        values = [self._value(self._nodes[name]) for name in piece.inputs]
+        """The descriptions of the tensors that flow in; none where one is unknown."""
+        try:
+            values = [self._value(self._nodes[name]) for name in piece.inputs]
+        except _CannotRun:
+            return []
         return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
     def _smaller_sizes(self, piece: Piece) -> dict[int, int]:
@@ -163,10 +166,7 @@ class Verifier:
         It saves most of the work. Only where both pieces agree on these sizes is that the last word.
         """
         weights = [w for s in piece.before.values() for w in weights_of(self._standing(s, piece.taken))]
-        try:
-            sizes = {self._doubled(size) for tensor in self._tensors(piece) for size in tensor.shape}
-        except _CannotRun:
-            return {}
+        sizes = {self._doubled(size) for tensor in self._tensors(piece) for size in tensor.shape}
         sizes -= {*piece.constants}.union(*(weight.shape for weight in weights))
         return {size: 16 + number for number, size in enumerate(sorted(s for s in sizes if s > 32))}
 
