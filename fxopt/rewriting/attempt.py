@@ -132,7 +132,7 @@ def check_log(pass_: Any, snapshot: Snapshot, log: Sequence[Edit]) -> None:
     if past:
         raise PassError(
             f"apply of {pass_!r} changed {past} without its rewriter, so that undo could not take this back. Nothing of the "
-            "pass was kept. Use the methods of the rewriter, such as set, erase and replace_module"
+            "pass was kept. Use the methods of the rewriter, such as set, erase and replace_module; in a Pattern, change a copy"
         )
 
 

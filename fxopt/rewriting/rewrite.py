@@ -171,7 +171,7 @@ class Rewrite(Transformation, Generic[S]):
         else:
             raise PassError(
                 f"{self!r} does not come to an end: it still matches after {limit} rounds; match must not yield "
-                "what apply made"
+                "what apply made, and a Pattern has to refuse it in `refuses`"
             )
         check_log(self, snapshot, rewriter.log)
         for where, why in verifier.unverified.items():
