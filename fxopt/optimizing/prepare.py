@@ -115,15 +115,7 @@ def prepare(
     facts: dict[str, Any] = {"fixed": {}}
     named = inputs.named(eager)
     try:
-        for path, module in model.named_modules():
-            # Those of the model itself run outside of its forward.
-            if path and effects.has_hooks_of_users(module):
-                raise Unused(f"a layer has hooks on its forward, at {path}")
-        if any(parameter.is_inference() for parameter in model.parameters()):
-            raise Unused(
-                "its weights were made under torch.inference_mode(), where torch does not count writes into them: load the model "
-                "outside of it"
-            )
+        _check(model)
         enter("capture")
         guessed = free if dynamic is None else set()
         traced = _captured(
@@ -173,6 +165,19 @@ def prepare(
     text = text_of(named, free if made is None else guard_of(made.traced).free_sizes)
     title = text if inputs.method == "forward" else f"{inputs.method}({text})"
     return made, GraphReport(title, seconds=time.perf_counter() - start, **facts)
+
+
+def _check(model: nn.Module) -> None:
+    """Raise Unused for what a capture does not see."""
+    for path, module in model.named_modules():
+        # Those of the model itself run outside of its forward.
+        if path and effects.has_hooks_of_users(module):
+            raise Unused(f"a layer has hooks on its forward, at {path}")
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise Unused(
+            "its weights were made under torch.inference_mode(), where torch does not count writes into them: load the model "
+            "outside of it"
+        )
 
 
 def _captured(
