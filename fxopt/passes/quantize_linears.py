@@ -12,7 +12,7 @@ class QuantizeLinears(PackingLinears):
     """Gives `torch.nn.Linear` layers on the CPU a kernel with weights and inputs in int8.
 
     Each row of the weight has a scale, and so has each row of an input, which a call computes: the result of one row does
-    not depend on the others. A layer that is packed for one row computes a single row by another kernel, which rounds otherwise. Processors without instructions for products of int8 (AVX512-VNNI, AMX) round the weight alone, and compute in
+    not depend on the others. A layer that is packed for one row computes a single row by another kernel, which rounds otherwise. Processors for which oneDNN has no code for products of int8 (AVX512-VNNI, AMX) round the weight alone, and compute in
     bfloat16. A layer keeps its weight beside the rounded one, so that undoing is exact; for what else it keeps and follows
     see `PackLinears`.
 
