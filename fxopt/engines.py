@@ -437,9 +437,11 @@ def _exported(body: GraphModule, inputs: tuple[Tensor, ...], convert: Callable[[
     free = [[dim for dim, size in enumerate(shape) if not isinstance(size, int)] for shape in _shapes(body)]
     known = _known_sizes(body, inputs)
     # torch.export takes a size of 1 for fixed.
-    inputs = _of_sizes(body, inputs, {symbol: 2 if value == 1 else value for symbol, value in known.items()})
+    others = {symbol: 2 if value == 1 else value for symbol, value in known.items()}
+    if all(tensor.numel() for tensor in inputs):
+        inputs = _of_sizes(body, inputs, others)
     if any(tensor.shape[dim] < 2 for tensor, dims in zip(inputs, free, strict=True) for dim in dims):
-        raise Unfit("it fixes a free size that is 0 in the example inputs")
+        raise Unfit("torch.export fixes a free size that is 0 or 1")
     specs = tuple(dict.fromkeys(dims, torch.export.Dim.AUTO) for dims in free)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -458,7 +460,7 @@ def _probe(body: GraphModule, inputs: tuple[Tensor, ...], run: Function) -> None
     tried: set[Any] = set()
     for changed in (*([symbol] for symbol in known), *alike):
         value = known[changed[0]]
-        for other in (2 * value, value + 1):
+        for other in (2 * value, value + 1 if value > 1 else 3):
             given = _of_sizes(body, inputs, known | dict.fromkeys(changed, other))
             try:
                 wanted = body.forward(*given)  # called as a module, torch.fx prints the error

@@ -399,7 +399,8 @@ def _available() -> Mapping[type[nn.Module], Mapping[str, Kernel]]:
 
 def _is_reference(kernel: Kernel) -> bool:
     """Tell whether oneDNN has no code for this processor but its reference, which takes a thousand times as long."""
-    layer, value = nn.utils.skip_init(nn.Linear, 256, 256), torch.zeros(64, 256)
+    layer, value = nn.utils.skip_init(nn.Linear, 256, 256), torch.zeros(64, 256, dtype=kernel.dtypes[0])
+    layer.to(kernel.dtypes[0])
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     run, seconds = kernel.pack(layer, value.shape).run, list[float]()

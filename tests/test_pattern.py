@@ -605,3 +605,20 @@ def test_a_replacement_with_fewer_digits_is_refused():
     assert "by rounding" in refusal[2]
     whole = rule(lambda self, x: x * torch.sigmoid(x), lambda self, x: F.silu(x))
     assert len(whole.explain(graph).sites) == 1
+
+
+def written_out(self, x):
+    powers = x.double().exp()
+    return powers / powers.sum(-1, keepdim=True)
+
+
+def test_a_right_rule_that_overflows_on_integers_far_from_zero_is_kept():
+    graph = fxopt.trace(module(lambda self, x: written_out(self, x) * 2), (torch.arange(6).view(2, 3),))
+    folded = rule(written_out, lambda self, x: torch.softmax(x.double(), -1))(graph, verify=True)
+    assert len(fxopt.history(folded)) == 1
+
+
+def test_a_result_of_integers_with_fewer_digits_is_refused():
+    graph = fxopt.trace(module(lambda self, x: x * 1 + 2), (torch.arange(6),))
+    rounds = rule(lambda self, x: x * 1, lambda self, x: x.to(torch.bfloat16).long())
+    assert len(rounds.explain(graph).sites) == 0

@@ -698,3 +698,34 @@ def test_free_sizes_are_others_than_in_the_example(function, pass_, says, length
     assert size.node.expr.is_Symbol, "a pass that asks for a number has fixed it"
     pass_(traced)
     assert size.node.expr.is_Symbol
+
+
+class Unclamps(Removes):
+    """Right, where no position is beyond the limit of the clamp."""
+
+
+@pytest.mark.parametrize(("most", "is_right"), [(16, True), (64, False)])
+def test_sizes_that_a_graph_refuses_are_not_tried(most, is_right):
+    function = lambda self, x: x + torch.arange(x.shape[0]).clamp(max=15)[:, None]  # noqa: E731
+    free = {0: torch.export.Dim("rows", max=most)}
+    traced = fxopt.trace(module(function), (torch.randn(10, 3),), dynamic_shapes=(free,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", VerificationWarning)
+        Unclamps("clamp")(traced, verify=True)
+    assert len(history(traced)) == is_right
+
+
+class Compares(Removes):
+    """Compares a mask with another number, which integers far from zero do not show."""
+
+    def apply(self, rewriter, node):
+        other = rewriter.create("call_function", operator.eq, (node.args[0], 77777), before=node)
+        rewriter.replace_uses(node, other)
+        rewriter.erase(node)
+
+
+def test_integers_near_zero_are_tried_as_well():
+    inputs = torch.randn(2, 5), torch.ones(2, 5, dtype=torch.long)
+    traced = fxopt.trace(module(lambda self, x, m: x.masked_fill(m == 0, -1.0)), inputs)
+    with pytest.warns(VerificationWarning, match="eq_1"):
+        Compares("eq")(traced, verify=True)

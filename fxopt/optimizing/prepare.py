@@ -168,7 +168,7 @@ def prepare(
 
 
 def _check(model: nn.Module) -> None:
-    """Raise Unused for what a capture does not see."""
+    """Raise Unused for what a graph does not call, or nobody would notice."""
     for path, module in model.named_modules():
         # Those of the model itself run outside of its forward.
         if path and effects.has_hooks_of_users(module):
@@ -332,7 +332,8 @@ def _judge(
 def _is_captured(exact: Any, own: Any, found: Any) -> bool:
     """Tell whether rounding may explain how far eager's `own` outputs are from those of the graph in float64.
 
-    It then moves the outputs of the captured graph, `found`, as well: one that computes something else rounds as little as any.
+    If so, the captured graph in the model's dtype, which gave `found`, is about as far off. A graph that computes something else
+    is near to its own outputs in float64.
     """
     return not unlike(own, found) and norm_error(exact, own) <= MOST_LUCK * norm_error(exact, found)
 

@@ -68,7 +68,7 @@ class State:
         Numbers, flags and texts in these attributes count as a change unless a call has left them (`note_left`).
         """
         self.places, modules = places, dict(model.named_modules())
-        self._assigned: dict[Any, tuple[Any, set[tuple[type, str]]]] = {}
+        self._assigned: dict[Any, tuple[Any, set[tuple[Any, ...]]]] = {}
         left_out: dict[int, Any] = {}
         for path, name in places:
             if path in modules:
@@ -115,16 +115,17 @@ class State:
             old, new = then.get(key, _PLAIN), current.get(key, _PLAIN)
             _, left = self._assigned.get((id(now), key), (None, None))
             plain = isinstance(new, _PLAIN)
-            if plain and old is not new and _written(new) not in (_written(old), *(left or ())):
+            same = old is new or (isinstance(old, _PLAIN) and _written(old) == _written(new))
+            if plain and not same and _written(new) not in (left or ()):
                 return False
             if not plain and old is not new and left is None and key not in DERIVED_FROM_GRAPH:
                 return False
         return True
 
 
-def _written(value: Any) -> tuple[type, str]:
+def _written(value: Any) -> tuple[Any, ...]:
     """A number, flag or text such that -0.0 is another one than 0.0, and NaN is itself."""
-    return type(value), repr(value)
+    return type(value), repr(value) if isinstance(value, float | complex) else value
 
 
 def _collect(value: Any, found: dict[int, Any]) -> None:

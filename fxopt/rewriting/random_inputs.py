@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fxopt.compare import rounds
+from fxopt.outputs import tensors
+
+ZERO_OR_ONE = (0, 2)
+"""Integers that are indices of most tables."""
+
+ANY_SIGN = (-128, 128)
+"""Integers that are no indices, such as the distance of two positions."""
+
+FAR = (-999, 1000)
+"""Integers that are no indices of small tables either."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +76,16 @@ class Numbers:
         return numbers
 
 
+def has_integers(values: Iterable[Any]) -> bool:
+    """Tell whether a tensor among these holds integers; booleans are none."""
+    return any(isinstance(v, Tensor) and not (rounds(v) or v.dtype == torch.bool) for v in values)
+
+
+def is_finite(value: object) -> bool:
+    """Tell whether the tensors of a value hold no NaN and nothing infinite."""
+    return all(bool(tensor.isfinite().all()) for tensor in tensors(value))
+
+
 def number_of(size: Any) -> int:
     """A size; a free one is that of the example inputs, and 3 where only a run knows it."""
     if isinstance(size, int):
@@ -71,21 +93,33 @@ def number_of(size: Any) -> int:
     return int(size.node.hint) if size.node.has_hint() else number_with({}, size)
 
 
-def resized(env: Any, choose: Callable[[int], int]) -> Callable[[Any], int] | None:
+def resized(env: Any, guard: Any, choose: Callable[[int], int]) -> Callable[[Any], int] | None:
     """A function that gives other sizes than the example has; None where the graph takes none of these.
 
     Args:
         env: the `ShapeEnv` of the graph; None where all sizes are fixed.
+        guard: the module of the graph that checks its inputs; None if it has none.
         choose: gives another size for the one of the example.
     """
-    hints = {symbol: int(hint) for symbol, hint in env.backed_var_to_val.items()} if env else {}
-    numbers = dict(hints)
-    for symbol, hint in hints.items():
-        bounds, number = env.bound_sympy(symbol), choose(hint)
-        numbers[symbol] = number if bounds.lower <= number <= bounds.upper else hint
-    if numbers == hints or not {guard.expr.subs(numbers) for guard in env.guards} <= {True}:
+    if env is None:
         return None
-    return lambda size: number_with(numbers, size)
+    hints = {symbol: int(hint) for symbol, hint in env.backed_var_to_val.items()}
+    bounds = {symbol: env.bound_sympy(symbol) for symbol in hints}
+
+    def is_taken(numbers: Mapping[Any, int]) -> bool:
+        return (
+            all(bounds[symbol].lower <= number <= bounds[symbol].upper for symbol, number in numbers.items())
+            and {each.expr.subs(numbers) for each in env.guards} <= {True}
+            and (guard is None or guard.takes({str(symbol): number for symbol, number in numbers.items()}))
+        )
+
+    numbers = {symbol: choose(hint) for symbol, hint in hints.items()}
+    if not is_taken(numbers):
+        chosen, numbers = numbers, dict(hints)
+        for symbol in hints:
+            alone = {**numbers, symbol: chosen[symbol]}
+            numbers = alone if is_taken(alone) else numbers
+    return None if numbers == hints else lambda size: number_with(numbers, size)
 
 
 def number_with(numbers: Mapping[Any, int], size: Any) -> int:

@@ -85,10 +85,10 @@ def arguments_of(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """The arguments of a call by the names of the function's parameters, without defaults; None if the function takes no such call."""
-    signature = inspect.signature(function)
     try:
+        signature = inspect.signature(function)
         bound = signature.bind(*args, **kwargs)
-    except TypeError:
+    except (TypeError, ValueError):  # a function of C may have no signature
         return None
     return _named(bound.arguments, {p.name: p.default for p in signature.parameters.values()})
 

@@ -368,3 +368,17 @@ def test_whether_gradients_are_recorded_is_guarded_where_the_graph_depends_on_it
             assert torch.equal(gm(X), model(X))
             assert gm(X).requires_grad is not captured
     assert bool(gm.modes_read) is saves
+
+
+class AsksFurther(torch.nn.Module):
+    """Asks whether its input takes gradients only where gradients are recorded."""
+
+    def forward(self, x):
+        return x * 2 if torch.is_grad_enabled() and x.requires_grad else x * 3
+
+
+def test_what_the_forward_asks_in_the_other_mode_keeps_the_guard():
+    with torch.no_grad():
+        gm = fxopt.trace(AsksFurther(), (X,))
+    with pytest.raises(fxopt.GuardError, match="captured with grad off"):
+        gm(X.clone().requires_grad_())

@@ -736,3 +736,16 @@ def test_a_graph_that_computes_something_else_is_not_used():
     with torch.no_grad():
         assert torch.equal(fast(X), model(X))
     assert reasons(fast) == ["its graph computes something else than the model"]
+
+
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError("do not print me")
+
+
+def test_what_an_attribute_held_is_not_printed():
+    model = module(lambda self, x: self.layer(x), layer=nn.Linear(16, 16), held=Unprintable())
+    fast = fxopt.optimize(model, (X,))
+    model.held = None
+    with torch.no_grad():
+        torch.testing.assert_close(fast(X), model(X))

@@ -144,8 +144,11 @@ def _leave_out_gradient_mode(made: RunResult) -> None:
             other = _settled(made.request)
     except TraceError:
         other = None
-    if other is None or other.reads.modes_read.pop("grad", None) is None or not equivalent(made, other):
-        modes["grad"] = asked
+    if other is not None and "grad" in other.reads.modes_read:
+        del other.reads.modes_read["grad"]
+        if made.reads.cover(other.reads) and equivalent(made, other):
+            return
+    modes["grad"] = asked
 
 
 def _keeps_tables(made: RunResult, tried: bool) -> bool:

@@ -73,6 +73,10 @@ class InputGuard(torch.nn.Module):
             if isinstance(size, str)
         }
 
+    def takes(self, sizes: dict[str, int]) -> bool:
+        """Tell whether the graph holds where its symbols have these sizes."""
+        return any(all(guard.holds(sizes) for guard in guards) for guards in self.alternatives)
+
     def fix_dtypes(self) -> None:
         """Take the dtypes of the capture alone: then a cast that changes nothing in these may go."""
         self.inputs = tuple(
