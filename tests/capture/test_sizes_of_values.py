@@ -688,3 +688,15 @@ def test_arithmetic_of_torch_on_sizes_that_fails_is_named():
         fxopt.TraceError, match=r"symbolic sizes failed.*`return between.masked_select.*Fix these sizes"
     ):
         fxopt.trace(module(forward), (x,), dynamic_shapes=({0: Dim.DYNAMIC},))
+
+
+def test_a_check_of_a_truth_value_has_metadata():
+    """`torch._check` asks for the number of a truth value; passes refuse nodes without metadata."""
+
+    def forward(self, x, mask):
+        torch._check(mask.all().item())
+        return x * 2
+
+    traced = fxopt.trace(module(forward), (torch.randn(2, 3), torch.ones(3, dtype=torch.bool)))
+    assert all(node.meta["val"] is not None for node in traced.graph.nodes if node.users)
+    assert "int_1" in traced.code

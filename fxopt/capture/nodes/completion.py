@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fxopt.capture.capture_internals import custom_builtins
+from fxopt.capture.capture_internals import custom_builtins, number_of_truth
 from fxopt.errors import TraceError
 
 # Functions of these modules compute with symbols; those of Python itself would ask for a number.
@@ -53,6 +53,8 @@ def _value(node: Node) -> Any:
         return args[0].size(*args[1:])
     if isinstance(target, type) and not issubclass(target, _NUMBERS):
         return target(*args, **kwargs)
+    if target is int and isinstance(args[0], torch.SymBool):
+        return number_of_truth(args[0])
     symbolic = target in _ROUNDING or getattr(target, "__module__", "") in _SYMBOLIC
     if symbolic and all(isinstance(value, _NUMBERS) for value in args):
         return target(*args, **kwargs)
