@@ -131,8 +131,7 @@ def prepare(
             own = own, trial.assigned(model)
         enter("reference in float64")
         exact = run_in_float64(traced, inputs.bound(traced))
-        if norm_error(exact, own) > ROUNDING and not _is_captured(exact, own, trial.run(traced)):
-            raise Unused("its graph computes something else than the model")
+        _check_captured(exact, own, traced, trial)
 
         def judge(computed: Lowered, facts: dict[str, Any]) -> None:
             _judge(exact, own, trial.run(computed.function), options.precision, facts, trial.moved)
@@ -329,13 +328,17 @@ def _judge(
         raise Unused(f"the outputs in {precision} have a cosine below {least} with those in float64")
 
 
-def _is_captured(exact: Any, own: Any, found: Any) -> bool:
-    """Tell whether rounding may explain how far eager's `own` outputs are from those of the graph in float64.
+def _check_captured(exact: Any, own: Any, traced: TracedModule, trial: Trial) -> None:
+    """Raise Unused if more than rounding parts eager's `own` outputs from those of the captured graph in float64.
 
-    If so, the captured graph in the model's dtype, which gave `found`, is about as far off. A graph that computes something else
-    is near to its own outputs in float64.
+    If it is rounding, the captured graph in the model's dtype is about as far off. A graph that computes something else is near
+    to its own outputs in float64.
     """
-    return not unlike(own, found) and norm_error(exact, own) <= MOST_LUCK * norm_error(exact, found)
+    theirs = norm_error(exact, own)
+    if theirs > ROUNDING:
+        found = trial.run(traced)
+        if unlike(own, found) or theirs > MOST_LUCK * norm_error(exact, found):
+            raise Unused("its graph computes something else than the model")
 
 
 def _is_rounding(mine: float, theirs: float) -> bool:

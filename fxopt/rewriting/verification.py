@@ -124,7 +124,8 @@ class Verifier:
             Numbers(dtype, even=even),
             Numbers(dtype, integers=ANY_SIGN, even=even),
         ]
-        for size_of in [self._doubled] * (self._doubled is not number_of) + [small] * bool(smaller):
+        doubled = [self._doubled] if self._doubled is not number_of else []
+        for size_of in (*doubled, small) if smaller else doubled:
             ways += [dataclasses.replace(way, size_of=size_of) for way in ways[2:4]]
         while True:
             try:
