@@ -278,7 +278,7 @@ def test_attention_that_is_causal_only_where_it_has_no_mask_keeps_the_mask() -> 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 99, "pad_token_id": 0}
     layers = {"encoder_num_hidden_layers": 1, "decoder_num_hidden_layers": 1}
     heads = {"encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4}
-    model = MoonshineModel(MoonshineConfig(**sizes, **layers, **heads, use_cache=False)).eval().double()
+    model = MoonshineModel(MoonshineConfig(**sizes, **layers, **heads)).eval().double()
 
     def sound(batch: int, tokens: int) -> dict[str, torch.Tensor]:
         ids = torch.randint(1, 99, (batch, tokens))
