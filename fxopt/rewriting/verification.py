@@ -27,6 +27,7 @@ from fxopt.float64 import wide_dtype
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
 from fxopt.rewriting.edits import Edit, NodeState
+from fxopt.rewriting.host_first import errors_of_the_host
 from fxopt.rewriting.piece import Piece, Read, weights_of
 from fxopt.rewriting.random_inputs import (
     ANY_SIGN,
@@ -277,7 +278,8 @@ class Verifier:
                     standing = _cast(
                         self._standing(state, piece.put if after else piece.taken), numbers.dtype
                     )
-                    values[name] = _called(state, standing, args, kwargs)
+                    with errors_of_the_host():
+                        values[name] = _called(state, standing, args, kwargs)
                 except Exception as error:  # random inputs may not be what a function takes
                     raise _Stopped(name, error) from error
             found_early = (early[read] if read in early else value(read[1 + after]) for read in piece.reads)

@@ -36,6 +36,8 @@ def made(entered: Callable[[Case, str], None], broken: bool = False) -> Callable
                 os._exit(3)
             case "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "raise":
+                raise RuntimeError("CUDA error: device-side assert triggered\nsee above")
             case "slow":
                 time.sleep(0.1)
         return Record(case, Outcome.PASS, facts={"process": str(os.getpid())})
@@ -62,6 +64,14 @@ def test_what_dies_or_hangs_is_a_row_with_its_stage_and_the_others_go_on() -> No
     assert found["b"].reason == "the process ended itself with status 3"
     assert "SIGKILL" in found["c"].reason
     assert found["a"].seconds >= 0.5
+
+
+def test_an_error_that_ends_a_process_is_the_reason() -> None:
+    (found,) = pool(limit=lambda case: 30.0).run([case("a", does="raise")], 1)
+    assert (found.outcome, found.stage) == (Outcome.CRASH, "capture")
+    assert found.reason == (
+        "the process ended itself with status 1: RuntimeError: CUDA error: device-side assert triggered"
+    )
 
 
 def test_a_model_that_died_twice_is_not_tried_again() -> None:

@@ -221,11 +221,11 @@ def _how(code: int | None) -> str:
 
 
 def _place(log: str) -> str:
-    """Where the process was, from the stack that it left: a fatal error marks the thread that runs the cases."""
-    start = log.rfind("Fatal Python error")
-    thread = log[max(log.find("Current thread", start), start) :] if start >= 0 else ""
-    frame = re.search(r'File "(.*)", line (\d+) in (.*)', thread)
-    return f", in {frame[3]} ({Path(frame[1]).name}:{frame[2]})" if frame else ""
+    """Where the process was, from the stack that it left, whose thread of the cases is marked; else the error that ended it."""
+    thread = log[max(log.rfind("Current thread"), log.rfind("Fatal Python error")) :]
+    if frame := re.search(r'File "(.*)", line (\d+) in (.*)', thread):
+        return f", in {frame[3]} ({Path(frame[1]).name}:{frame[2]})"
+    return "".join(f": {error}" for error in re.findall(r"^[\w.]+Error: .*", log, re.M)[-1:])
 
 
 def _work(connection: Connection, make: Make, log: str) -> None:

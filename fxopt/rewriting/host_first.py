@@ -1,0 +1,54 @@
+"""Errors of operators that only a CPU can report without the end of the process."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxopt.torch_internals import TorchDispatchMode, pytree
+
+
+def errors_of_the_host() -> contextlib.AbstractContextManager[Any]:
+    """A context in which operators on a device that is not the CPU raise the errors that they raise on the CPU."""
+    return HostFirst() if torch.accelerator.is_available() else contextlib.nullcontext()
+
+
+class HostFirst(TorchDispatchMode):  # type: ignore[misc]
+    """While this mode is active, operators that take integers, draw numbers or assert run on the CPU first.
+
+    An index beyond a table, or a probability above 1, is an error on the CPU. On a GPU it ends all that the process can
+    do there. An operator without a kernel on the CPU runs as it is.
+    """
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(tensor.device.type not in ("cpu", "meta") for tensor in given) and _may_end(operator, given):
+            there_args, there_kwargs = pytree.tree_map(_on_the_host, (args, kwargs))
+            try:
+                operator(*there_args, **there_kwargs)
+            except RuntimeError as error:
+                if "not implemented" not in str(error) and not isinstance(error, NotImplementedError):
+                    raise
+        return operator(*args, **kwargs)
+
+
+def _may_end(operator: Any, given: list[Tensor]) -> bool:
+    tags = getattr(operator, "tags", ())
+    return (
+        torch.Tag.nondeterministic_seeded in tags
+        or "assert" in operator.name()
+        or any(not (each.is_floating_point() or each.is_complex()) for each in given)
+    )
+
+
+def _on_the_host(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return torch.device("cpu")
+    # A copy of its own: an operator may write into it.
+    return leaf.to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
