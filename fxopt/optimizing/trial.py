@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from fxopt import effects, graph
 from fxopt.capture import TracedModule
-from fxopt.capture.runtime.traced_module import ASSIGNED, HOOKED
+from fxopt.capture.runtime.traced_module import ASSIGNED, BY_FIRST_CALL
 from fxopt.compare import norm_error, unlike
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import version_of
@@ -84,7 +84,7 @@ class Trial:
             raise Failed from error
         self.places = [split_path(name) for name in self._left]
         for path, now, then in before:  # `weight_norm` computes the attribute `weight`
-            self.places += [(path, n) for n in now if n != HOOKED and now[n] is not then.get(n)]
+            self.places += [(path, n) for n in now if n not in BY_FIRST_CALL and now[n] is not then.get(n)]
         return value
 
     def run(self, function: Function) -> Any:

@@ -543,3 +543,16 @@ def test_lists_of_numbers_are_told_apart_in_the_report():
     for sizes in ([1, 2], [3, 4]):
         fast(torch.randn(2, 16), sizes)
     assert {report.inputs.partition("sizes: ")[2] for report in fast.report} == {"list(1, 2)", "list(3, 4)"}
+
+
+@torch.no_grad()
+def test_a_graph_module_in_the_model():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)).eval(), torch.randn(2, 8)
+    model[0] = fxopt.trace(model[0], (x,))
+    whole = nn.Sequential(model, nn.Tanh()).eval()
+    fast = fxopt.optimize(whole, (x,))
+    assert reasons(fast) == [None]
+    torch.testing.assert_close(fast(x), model(x).tanh())
+    # What it refuses is no failure of fxopt.
+    with pytest.raises(fxopt.TraceError, match="the graph was captured for 2 alone"):
+        fxopt.trace(whole, (torch.randn(3, 8),))

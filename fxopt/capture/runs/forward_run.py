@@ -44,8 +44,8 @@ from fxopt.capture.runs.left_behind import remove_fakes
 from fxopt.capture.runs.outside_state import ReachableState, refused_outside
 from fxopt.capture.runs.run_result import RunResult
 from fxopt.capture.runtime.checks import check_value
-from fxopt.capture.runtime.traced_module import HOOKED
-from fxopt.errors import TraceError
+from fxopt.capture.runtime.traced_module import BY_FIRST_CALL
+from fxopt.errors import GuardError, TraceError
 
 # A stack with more functions of the model than this is one that does not end.
 _MOST_NESTED = 100
@@ -246,7 +246,7 @@ class ForwardRun:
         if gone := held.keys() - shell.held_by_name().keys():
             self.recorder.fail(f"the forward deletes {min(gone)[1]!r}")
         found = shell.assigned(held, self.request.earlier.assigned)
-        assigned = {place: value for place, value in found.items() if place[1] != HOOKED}
+        assigned = {place: value for place, value in found.items() if place[1] not in BY_FIRST_CALL}
         self._assigned = [*assigned]
         return (result, tuple(assigned.values())) if assigned else result
 
@@ -289,7 +289,8 @@ def _classified(error: Exception, recorder: Recorder) -> Exception:
         return error
     if decisions.text_question and isinstance(error, (KeyError, AttributeError)):
         return decisions.text_question
-    return error if _is_own(error) else _with_line(error)
+    # A graph module in the model refuses these inputs.
+    return error if _is_own(error) and not isinstance(error, GuardError) else _with_line(error)
 
 
 def _is_own(error: Exception) -> bool:

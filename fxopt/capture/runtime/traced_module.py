@@ -27,8 +27,8 @@ _DERIVED = {*DERIVED_FROM_GRAPH, "_containers"}
 ASSIGNED = "assigned"
 """Where the `meta` of a captured method says which attributes it assigns: module and name of each value in the tuple beside its result."""
 
-HOOKED = "_output_capturing_hooks_installed"
-"""The attribute that a model of transformers assigns when it adds its hooks to layers: once, and not in each call."""
+BY_FIRST_CALL = ("_output_capturing_hooks_installed", "_containers")
+"""Attributes that the first call alone assigns: of a model of transformers, with its hooks on layers, and of a graph module."""
 
 
 class TracedModule(torch.fx.GraphModule):
