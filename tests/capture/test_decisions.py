@@ -356,3 +356,58 @@ def test_an_error_whose_text_has_sizes_is_the_same_at_size_one():
         (fxopt.GuardError, RuntimeError), match="the model raises ValueError|Expected parameter"
     ):
         traced(torch.full((1, 6, 8), torch.nan))
+
+
+def listed(self, x):
+    found = x[x > 0][:, None]
+    assert list(found.size()) == [x.shape[0] * 2, 1], "not half of them"
+    return found * 2
+
+
+def many_asserted(self, x):
+    for number in range(60):
+        assert (x > number - 1000).all(), f"layer {number}"
+        x = x + 1
+    return x
+
+
+@pytest.mark.parametrize(("forward", "bad"), [(listed, -X.abs()), (many_asserted, X - 10_000)])
+def test_an_assertion_costs_no_run(forward, bad):
+    model, x = module(forward), torch.tensor([[1.0, -1, 2, -2]] * 3)
+    traced = fxopt.trace(model, (x,))
+    assert traced.meta["forward_runs"] == 1
+    assert torch.equal(traced(x), model(x))
+    with pytest.raises(AssertionError):
+        model(bad)
+    with pytest.raises(fxopt.GuardError, match="the model raises AssertionError"):
+        traced(bad)
+
+
+def asserted_among_others(self, x):
+    assert x.sum() > 0 or x.max() > 3
+    return x * 2
+
+
+def asserted_not(self, x):
+    assert not (x < -1000).any()
+    return x * 2
+
+
+def asserted_of_a_call(self, x):
+    assert chosen(x) is not None
+    return x * 2
+
+
+def chosen(x):
+    return x if (x > 0).all() else -x
+
+
+def test_a_question_is_no_assertion_where_the_statement_asks_more():
+    x = torch.tensor([[-9.0, 4.0]])
+    with pytest.raises(fxopt.TraceError, match="decides on the value"):
+        fxopt.trace(module(asserted_among_others), (x,))
+    for forward in (asserted_not, asserted_of_a_call):
+        model = module(forward)
+        traced = fxopt.trace(model, (x,))
+        assert torch.equal(traced(x), model(x))
+        assert torch.equal(traced(x + 20), model(x + 20))

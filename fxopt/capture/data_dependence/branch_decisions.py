@@ -21,10 +21,10 @@ from fxopt.capture.data_dependence.branches import (
     NumberBranch,
     Outcomes,
 )
-from fxopt.capture.data_dependence.diagnostic_text import is_diagnostic
 from fxopt.capture.data_dependence.example_run import ConstantRun, ExampleRun
 from fxopt.capture.data_dependence.operator_checks import OperatorChecks
 from fxopt.capture.data_dependence.python_state import FrameSnapshot, python_state
+from fxopt.capture.data_dependence.source_statements import asserted_error, is_diagnostic
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
 from fxopt.capture.fakes.shape_env import LEARNED
 from fxopt.capture.nodes.call_targets import canonical
@@ -180,6 +180,8 @@ class BranchDecisions:
             self._suppose(expression, by_line)
             return sympy.sympify(by_line)
         answer = self._decide(node, kind, NumberBranch)
+        if yes_or_no:  # each layer may ask it again
+            self._supposed |= {expression: answer, sympy.Not(expression): not answer}
         self._learn(expression if yes_or_no else sympy.Eq(expression, answer), not yes_or_no or answer)
         return sympy.sympify(answer)
 
@@ -234,6 +236,9 @@ class BranchDecisions:
             if self.constant.is_shared():
                 self._check(node, answer, "")
             return answer
+        if kind is bool and (error := asserted_error(model_frame(sys._getframe(1)))):
+            self._check(node, True, error)
+            return True
         by_line = self._by_line(node, kind)
         if by_line is not None:
             return by_line

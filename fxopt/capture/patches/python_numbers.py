@@ -16,7 +16,7 @@ import torch
 from fxopt.capture.capture_internals import SYMBOLIC, SymNode, float_operations, size_functions
 from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
 from fxopt.capture.data_dependence.branches import SizeAsKeyError
-from fxopt.capture.data_dependence.diagnostic_text import is_diagnostic
+from fxopt.capture.data_dependence.source_statements import is_diagnostic
 from fxopt.capture.fakes.dynamic_shapes import is_backed
 from fxopt.capture.fakes.shape_env import Rounded
 from fxopt.capture.nodes.size_nodes import FLOAT_FUNCTIONS

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fxopt.capture.data_dependence.diagnostic_text import is_diagnostic
+from fxopt.capture.data_dependence.source_statements import is_diagnostic
 from fxopt.capture.fakes.unusable_number import CountedNumber, UnusableNumber
 from fxopt.capture.nodes.source_location import is_model_package, model_frame
 from fxopt.capture.patches.replaced import Patches

@@ -1,11 +1,14 @@
-"""Texts that hold values: whether one is a message to a reader, or something that the forward may decide upon."""
+"""What a statement of the model does with a value: makes a message for a reader of it, asserts it, or decides."""
 
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import linecache
 from types import FrameType
+
+from fxopt.capture.nodes.source_location import model_frame
 
 # Their frames make texts for readers.
 _TELLING = {"logging", "warnings", "traceback"}
@@ -22,15 +25,7 @@ def is_diagnostic(frame: FrameType | None) -> bool:
         return False
     if frame.f_globals.get("__name__", "").partition(".")[0] in _TELLING:
         return True
-    start, end, column, end_column = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-    if start is None or end is None or column is None or end_column is None:
-        return False
-    around = [
-        node
-        for node in _nodes(frame.f_code.co_filename)
-        if (node.lineno, node.col_offset) <= (start, column)
-        and (end, end_column) <= (node.end_lineno, node.end_col_offset)
-    ]
+    around = _around(frame)
     statements = [node for node in around if isinstance(node, ast.stmt)]
     if not statements:
         return False
@@ -41,6 +36,47 @@ def is_diagnostic(frame: FrameType | None) -> bool:
     if isinstance(statement, ast.Assert):
         return statement.msg in inside
     return isinstance(statement, ast.Raise) or (isinstance(statement, ast.Expr) and _tells(statement.value))
+
+
+def asserted_error(frame: FrameType | None) -> str:
+    """The error that an `assert` raises if what is asked in its frame is false; empty where no `assert` asks, or others catch it."""
+    around = _around(frame)
+    statement = next((node for node in reversed(around) if isinstance(node, ast.stmt)), None)
+    if (
+        frame is None
+        or not isinstance(statement, ast.Assert)
+        or around[-1] not in (statement, statement.test)
+    ):
+        return ""
+    test, operation = statement.test, dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    compared = test.ops if isinstance(test, ast.Compare) else []
+    is_one = len(compared) == 1 or not isinstance(test, (ast.BoolOp, ast.IfExp, ast.UnaryOp, ast.Compare))
+    is_asked = operation.startswith(("POP_JUMP", "TO_BOOL"))
+    # The sizes in two lists are compared in turn.
+    is_equality = operation == "COMPARE_OP" and list(map(type, compared)) == [ast.Eq]
+    if not (is_one and (is_asked or is_equality)):
+        return ""
+    while frame is not None:
+        if any(isinstance(node, ast.Try) for node in _around(frame)):
+            return ""
+        frame = model_frame(frame.f_back)
+    message = statement.msg
+    return f"AssertionError: {message.value!s}" if isinstance(message, ast.Constant) else "AssertionError"
+
+
+def _around(frame: FrameType | None) -> list[ast.stmt | ast.expr]:
+    """The statements and expressions around what a frame computes, the innermost last; none where its source is unknown."""
+    if frame is None:
+        return []
+    start, end, column, end_column = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    if start is None or end is None or column is None or end_column is None:
+        return []
+    return [
+        node
+        for node in _nodes(frame.f_code.co_filename)
+        if (node.lineno, node.col_offset) <= (start, column)
+        and (end, end_column) <= (node.end_lineno, node.end_col_offset)
+    ]
 
 
 def _tells(call: ast.expr) -> bool:
