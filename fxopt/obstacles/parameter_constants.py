@@ -19,13 +19,17 @@ def parts_of(constant: Node | float) -> list[Node]:
     return [*graph.reached(start, lambda node: node.all_input_nodes)][::-1]
 
 
-def constant_obstacle(index: GraphIndex, parts: Sequence[Node]) -> str | None:
-    """Why a constant of these parts may be another one at its place in the graph; None if it is the same everywhere."""
+def constant_obstacle(index: GraphIndex, parts: Sequence[Node], user: Node) -> str | None:
+    """Why a constant of these parts may be another one for its user; None if it is the same everywhere."""
     for node in parts:
         if node.op == "get_attr":
             tensor = submodules.find(index.graph_module, str(node.target))  # None for a plain attribute
             if type(tensor) not in (Tensor, nn.Parameter) or backward_hooks_of(tensor):
                 return f"{node.target} is no plain parameter or buffer without hooks"
+            readers = {each for n in index.nodes if n.op == "get_attr" and n.target == node.target for each in n.users}
+            others = sorted(each.name for each in readers - {*parts, user})
+            if others and tensor.requires_grad and index.graph_module.training:
+                return f"{node.target} is trained, and {others[0]} reads it, too"
         elif Fact.MIXES in facts_of(node) or not index.memory.is_pure(node):
             return f"{node.name} is not known to give the same in every run"
         writer = index.memory.written(node)

@@ -209,6 +209,10 @@ def _rewritten(
     portable: Any = None if options.engine == TORCH else sharing_copy(traced)
     explanations += [pass_.commit(traced) for pass_ in passes_for_torch(options)]
     facts["explanations"] = explanations
+    own = {*map(id, model.parameters())}
+    for parameter in () if traced.gradients_read else traced.parameters():
+        # Made of those of the model, which may be frozen after this: nothing follows gradients through a graph.
+        parameter.requires_grad_(parameter.requires_grad and id(parameter) in own)
     traced.recompile()
     made = lowered(traced, model, options.keep_model)
     for each in explanations:

@@ -54,10 +54,10 @@ class State:
         self._others = [(each, each.copy()) for each in held if each and type(each) is not dict]
         self._versions = [*map(dict_version, self._dicts)]
         self._changes = sum(self._versions)
-        self._tensors = [t for t in found.values() if isinstance(t, Tensor) and not t.is_inference()]
-        self._writes = {id(tensor): version_of(tensor) for tensor in self._tensors}
+        self._held = [t for t in found.values() if isinstance(t, Tensor) and not t.is_inference()]
+        self._writes = {id(tensor): version_of(tensor) for tensor in self._held}
         # Those that have their memory by `.data = ...` get others. The old memory is held, so that no other has its address.
-        self._placed = [t for t in self._tensors if type(t) in _PLACED and t.layout is torch.strided]
+        self._placed = [t for t in self._held if type(t) in _PLACED and t.layout is torch.strided]
         self._memory = [t.detach() for t in self._placed]
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
         self.forgive(model, places)
@@ -75,7 +75,8 @@ class State:
                 attributes = vars(modules[path])
                 self._assigned[id(attributes), name] = attributes, set()
                 _collect(getattr(modules[path], name, None), left_out)
-        self._tensors = [tensor for tensor in self._tensors if id(tensor) not in left_out]
+        # Of all: graphs for other states of the model may make other changes.
+        self._tensors = [tensor for tensor in self._held if id(tensor) not in left_out]
         self._written = sum(self._writes[id(tensor)] for tensor in self._tensors)
 
     def note_left(self) -> None:

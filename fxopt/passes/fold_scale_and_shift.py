@@ -129,7 +129,7 @@ def _obstacle(
     reason = layer_obstacle(index, layer)
     if reason is None and index.memory.writes(node):
         reason = f"{node.name} writes into what it takes"
-    reason = reason or constant_obstacle(index, parts_of(constant))
+    reason = reason or constant_obstacle(index, parts_of(constant), node)
     if reason:
         return reason
     module, found = index.module(layer), _constant(index.graph_module, constant)

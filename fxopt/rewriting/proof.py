@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ from fxopt.rewriting.random_inputs import (
     number_of,
     number_with,
 )
-from fxopt.rewriting.weights import options_of
+from fxopt.rewriting.weights import PROVENANCE
 
 RTOL = 1e-9
 """Limit of the error in float64, relative to the largest value of a row."""
@@ -249,7 +250,28 @@ def _kind(value: Any) -> Any:
         tensors = [
             (name, str(t.dtype), tuple(t.shape)) for name, t in value.state_dict(keep_vars=True).items()
         ]
-        return type(value), value.training, options_of(value), tuple(tensors)
+        parts = [
+            (name, type(part), part.training, *((n, _part(v)) for n, v in vars(part).items() if n not in _OF_TORCH))
+            for name, part in value.named_modules()
+        ]
+        return *parts, *tensors
     if isinstance(value, Tensor):
         return value.dtype, str(tuple(value.shape)), str(value.stride())
     return type(value), repr(value)
+
+
+_OF_TORCH = {*vars(nn.Module()), PROVENANCE}
+
+
+def _part(value: Any) -> Any:
+    """The attribute of a layer as a part of the key of a proof; where values cannot be told apart, the proof holds for one layer."""
+    if isinstance(value, list | tuple):
+        return type(value), *map(_part, value)
+    if isinstance(value, dict):
+        return type(value), *((repr(key), _part(each)) for key, each in value.items())
+    if isinstance(value, nn.Parameter | weakref.ref):
+        return type(value)  # of an LSTM, whose parameters are told apart by name
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
+        return value
+    plain = isinstance(value, bool | int | float | str | None | torch.dtype | torch.device | torch.Size)
+    return (type(value), repr(value)) if plain else object()
