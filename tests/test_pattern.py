@@ -622,3 +622,31 @@ def test_a_result_of_integers_with_fewer_digits_is_refused():
     graph = fxopt.trace(module(lambda self, x: x * 1 + 2), (torch.arange(6),))
     rounds = rule(lambda self, x: x * 1, lambda self, x: x.to(torch.bfloat16).long())
     assert len(rounds.explain(graph).sites) == 0
+
+
+class UseElu(Pattern):
+    """Wrong but for layers with this activation."""
+
+    def pattern(self, x, layer: nn.TransformerEncoderLayer):
+        return layer(x)
+
+    def replacement(self, x, layer):
+        new = copy.deepcopy(layer)
+        new.activation, new.is_done = nn.functional.elu, True
+        return new(x)
+
+    def refuses(self, x, layer):
+        return "done" if hasattr(layer, "is_done") else None
+
+
+def test_a_proof_holds_for_all_that_a_layer_is_made_of():
+    def graph(*activations):
+        layers = [nn.TransformerEncoderLayer(4, 2, 8, activation=a, batch_first=True) for a in activations]
+        return fxopt.trace(nn.Sequential(*layers).eval(), (torch.randn(2, 3, 4),))
+
+    gm = graph(nn.functional.elu)
+    UseElu()(gm)
+    assert len(fxopt.history(gm)) == 1
+    for activations in ([nn.functional.elu, torch.tanh], [torch.tanh]):
+        with pytest.raises(PassError, match="is wrong"):
+            UseElu()(graph(*activations))

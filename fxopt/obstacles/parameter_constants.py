@@ -26,7 +26,12 @@ def constant_obstacle(index: GraphIndex, parts: Sequence[Node], user: Node) -> s
             tensor = submodules.find(index.graph_module, str(node.target))  # None for a plain attribute
             if type(tensor) not in (Tensor, nn.Parameter) or backward_hooks_of(tensor):
                 return f"{node.target} is no plain parameter or buffer without hooks"
-            readers = {each for n in index.nodes if n.op == "get_attr" and n.target == node.target for each in n.users}
+            readers = {
+                each
+                for n in index.nodes
+                if n.op == "get_attr" and n.target == node.target
+                for each in n.users
+            }
             others = sorted(each.name for each in readers - {*parts, user})
             if others and tensor.requires_grad and index.graph_module.training:
                 return f"{node.target} is trained, and {others[0]} reads it, too"

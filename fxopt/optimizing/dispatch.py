@@ -8,7 +8,7 @@ import heapq
 import itertools
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from fxopt.optimizing.lowering import Lowered
 from fxopt.optimizing.prepare import Options, prepare
 from fxopt.optimizing.progress import progress
 from fxopt.optimizing.report import GraphReport, Report
-from fxopt.optimizing.watching import State
+from fxopt.optimizing.watching import Read, State
 from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transforming
 
 # How many graphs for one structure may be refused, dropped, or hold for one size that was to be free.
@@ -70,6 +70,7 @@ class _Graph:
         kinds: the kinds of calls for which it is tried.
         used: when it was called last, as a number that grows.
         asked_late: the state that must hold after a call: a GPU computes while that is asked. None where it is asked before.
+        reads: the attributes that must have values that it is made for.
     """
 
     lowered: Lowered
@@ -79,6 +80,16 @@ class _Graph:
     kinds: dict[Kind, None]
     used: int
     asked_late: State | None
+    reads: Sequence[Read]
+
+    def computed(self, inputs: Inputs) -> Any:
+        """The outputs; GuardError where the inputs, or what earlier calls have left in the model, are not what it is made for."""
+        if not all(map(Read.holds, self.reads)):
+            raise GuardError("another call has left other values in the attributes that the forward reads")
+        value = self.lowered(*inputs.args, **inputs.kwargs)
+        for read in self.reads:
+            read.note()
+        return value
 
 
 @dataclasses.dataclass(eq=False)
@@ -156,15 +167,19 @@ class Graphs:
         obstacle = self._obstacle(given)
         self._warn(inputs, obstacle or "")
         try:
-            graphs = itertools.chain(self._latest(given), self._candidates(given))
+            failed: list[Callable[[], object]] = []
+            graphs = itertools.chain(self._latest(given), self._candidates(given, failed))
             for graph in graphs if obstacle is None else ():
                 with contextlib.suppress(GuardError):
-                    value = graph.lowered(*given.args, **given.kwargs)
+                    value = graph.computed(given)
                     if graph.asked_late and not graph.asked_late.holds():
                         continue  # these outputs are those of weights that the model had
                     graph.used = next(self._uses)
                     return written_back(value, mappings)
-            return getattr(self._model, inputs.method)(*inputs.args, **inputs.kwargs)
+            value = getattr(self._model, inputs.method)(*inputs.args, **inputs.kwargs)
+            for note in failed:  # what the model itself refuses is no failure of a graph
+                note()
+            return value
         finally:
             for book in self.books:
                 book.state.note_left()
@@ -172,7 +187,11 @@ class Graphs:
     def make(self, inputs: Inputs) -> Lowered | None:
         """Make a graph for some inputs ahead of a call."""
         with lock:
-            return next((graph.lowered for graph in self._candidates(inputs)), None)
+            failed: list[Callable[[], object]] = []
+            made = next((graph.lowered for graph in self._candidates(inputs, failed)), None)
+            for note in failed:
+                note()
+            return made
 
     def _latest(self, inputs: Inputs) -> Iterator[_Graph]:
         """Yield the graphs of the state of the last call that may run before anybody asks whether this is the state of now."""
@@ -181,8 +200,8 @@ class Graphs:
             if graph.asked_late and inputs.kind in graph.kinds:
                 yield graph
 
-    def _candidates(self, inputs: Inputs) -> Iterator[_Graph]:
-        """Yield the graphs that may take these inputs, and then one that is made for them."""
+    def _candidates(self, inputs: Inputs, failed: list[Callable[[], object]]) -> Iterator[_Graph]:
+        """Yield the graphs that may take these inputs, and then one that is made for them; `failed` takes what notes that none can be made."""
         book = self._found()
         known = [graph for graph in book.graphs if inputs.kind in graph.kinds] if book else []
         yield from known
@@ -193,7 +212,8 @@ class Graphs:
             named = inputs.named(getattr(self._model, inputs.method))
             shapes, key = shapes_of(named), (inputs.method, structure_of(named))
         except Exception as error:  # whatever objects the inputs are, the model may know what to do with them
-            self._warn(inputs, f"its inputs cannot be described ({type(error).__name__}: {error})")
+            reason = f"its inputs cannot be described ({type(error).__name__}: {error})"
+            failed.append(lambda: self._warn(inputs, reason))
             return
         if any(map(has_own_kernels, tensors_in(named))) or (key, shapes) in without:
             return
@@ -203,7 +223,7 @@ class Graphs:
             book = self._found() or self._opened()
             made = [each for each in book.graphs if inputs.kind in each.kinds and each not in known]
             if not made and book.may_capture:
-                made = [*filter(None, [self._make(book, inputs, named, key, shapes)])]
+                made = [*filter(None, [self._make(book, inputs, named, key, shapes, failed)])]
                 if not made and len(book.without_graph) < _MOST_STRUCTURES:
                     book.without_graph |= {(key, shapes), plain} - {None}
         finally:
@@ -211,7 +231,14 @@ class Graphs:
         yield from made
 
     def _make(
-        self, book: _Book, inputs: Inputs, named: dict[str, Any], key: Any, shapes: Shapes, again: bool = True
+        self,
+        book: _Book,
+        inputs: Inputs,
+        named: dict[str, Any],
+        key: Any,
+        shapes: Shapes,
+        failed: list[Callable[[], object]],
+        again: bool = True,
     ) -> _Graph | None:
         """Make a graph for inputs that no graph fits; None where the model itself is to run. The lock is held."""
         if self._varies(book, inputs, named) or (
@@ -220,7 +247,10 @@ class Graphs:
             return None
         structure = book.structures.setdefault(key, _Structure())
         for graph in book.graphs:
-            if graph.structure is structure and graph.shapes == shapes:  # for keywords instead of positions
+            same = (
+                graph.structure is structure and graph.shapes == shapes
+            )  # for keywords instead of positions
+            if same and all(map(Read.holds, graph.reads)):
                 graph.kinds[inputs.kind] = None
                 return graph
         if len(structure.failures) >= _MOST_FAILURES:
@@ -236,12 +266,17 @@ class Graphs:
         disagreement = self._disagreement(book, report)
         # Perhaps by its first run: models of transformers add hooks then.
         if again and disagreement == _CHANGED:
-            return self._make(self._opened(), inputs, named, key, shapes, again=False)
+            return self._make(self._opened(), inputs, named, key, shapes, failed, again=False)
         reason = report.reason or disagreement
         if lowered is None or reason:
-            book.refused.append(dataclasses.replace(report, reason=reason))
-            structure.failures.append(reason)
-            self._warn(inputs, reason)
+            refused = dataclasses.replace(report, reason=reason)
+
+            def note() -> None:
+                book.refused.append(refused)
+                structure.failures.append(reason)
+                self._warn(inputs, reason)
+
+            failed.append(note)
             return None
         if report.fixed:
             fixed = next(iter(report.fixed.values()))
@@ -253,7 +288,13 @@ class Graphs:
         unfit = report.engines.get(self.options.engine, "")
         self._warn(inputs, unfit, f"is computed by torch, not by {self.options.engine}")
         asked_late = book.state if _is_launched(lowered, report, inputs) else None
-        made = _Graph(lowered, report, structure, shapes, {inputs.kind: None}, next(self._uses), asked_late)
+        reads = [
+            Read(module := self._model.get_submodule(at), name, (value, vars(module).get(name)))
+            for at, name, value in report.read
+        ]
+        made = _Graph(
+            lowered, report, structure, shapes, {inputs.kind: None}, next(self._uses), asked_late, reads
+        )
         book.graphs = (made, *book.graphs)
         self._drop_unused()
         return made
@@ -279,9 +320,14 @@ class Graphs:
             book.assigned = {*report.assigned}
             book.state.forgive(self._model, book.assigned)
         book.state.note_left()
-        others = sorted(name for _, name in book.assigned ^ {*report.assigned})
+        others = book.assigned ^ {*report.assigned}
+        if others and others <= {
+            (path, name) for graph in book.graphs for path, name, _ in graph.report.read
+        }:
+            return _CHANGED  # it keeps what an earlier call has assigned
         if others:
-            return f"the forward assigns {', '.join(others)} for some inputs and not for others"
+            names = ", ".join(sorted({f"{path}.{name}".lstrip(".") for path, name in others}))
+            return f"the forward assigns {names} for some inputs and not for others"
         return "" if book.state.holds() else _CHANGED
 
     def _drop_unused(self) -> None:

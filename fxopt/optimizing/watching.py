@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import operator
 from collections.abc import Collection
@@ -116,12 +117,41 @@ class State:
             old, new = then.get(key, _PLAIN), current.get(key, _PLAIN)
             _, left = self._assigned.get((id(now), key), (None, None))
             plain = isinstance(new, _PLAIN)
-            same = old is new or (isinstance(old, _PLAIN) and _written(old) == _written(new))
-            if plain and not same and _written(new) not in (left or ()):
+            if plain and not _is_same(old, new) and _written(new) not in (left or ()):
                 return False
             if not plain and old is not new and left is None and key not in DERIVED_FROM_GRAPH:
                 return False
         return True
+
+
+@dataclasses.dataclass(eq=False)
+class Read:
+    """An attribute that a graph assigns, and whose earlier value the forward reads: another call may leave another one.
+
+    Attributes:
+        module: the module that has it.
+        name: the name of the attribute.
+        known: the value for which the graph was made, and the one that its last call left.
+    """
+
+    module: nn.Module
+    name: str
+    known: tuple[Any, Any]
+
+    def holds(self) -> bool:
+        """Tell whether the attribute has one of the values that the graph is made for."""
+        now = vars(self.module).get(self.name)
+        return any(_is_same(now, each) for each in self.known)
+
+    def note(self) -> None:
+        """Note the value that a call has left."""
+        self.known = (self.known[0], vars(self.module).get(self.name))
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    return old is new or (
+        isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and _written(old) == _written(new)
+    )
 
 
 def _written(value: Any) -> tuple[Any, ...]:

@@ -73,7 +73,8 @@ class Folding(ReversibleRewrite[Fold]):
             held = {path: parameters_of(layer)["bias"] for path, layer in fused.items()}
             biases = {path: None if bias is None else bias.detach().clone() for path, bias in held.items()}
             stay = tuple(path for path, left in sources.items() if left is before[path])
-            restore = functools.partial(_unfolded, copied(before), biases, scale, shift, site.behind, stay)
+            own = scale.clone(), None if shift is None else shift.clone()  # perhaps of a parameter that stays
+            restore = functools.partial(_unfolded, copied(before), biases, *own, site.behind, stay)
         value = None if site.operand is None else site.node.all_input_nodes[site.operand]
         for node in _between(site, value):
             # It is of the site: what it takes has other values now.

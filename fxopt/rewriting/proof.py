@@ -251,7 +251,12 @@ def _kind(value: Any) -> Any:
             (name, str(t.dtype), tuple(t.shape)) for name, t in value.state_dict(keep_vars=True).items()
         ]
         parts = [
-            (name, type(part), part.training, *((n, _part(v)) for n, v in vars(part).items() if n not in _OF_TORCH))
+            (
+                name,
+                type(part),
+                part.training,
+                *((n, _part(v)) for n, v in vars(part).items() if n not in _OF_TORCH),
+            )
             for name, part in value.named_modules()
         ]
         return *parts, *tensors

@@ -114,7 +114,9 @@ class Keep:
                 f"the weights of {', '.join(now)} have changed since (by training, load_state_dict or a change of "
                 "dtype), and undoing would lose that. Put the weights back, or keep the rewritten model"
             )
-        return copied(self.copies)
+        first = next(iter(now))
+        like = {path: path if path in now else first for path in self.copies}
+        return {p: left[like[p]].follow(value, now[like[p]]) for p, value in copied(self.copies).items()}
 
 
 def copied(values: Mapping[str, Any], tensors: Mapping[int, Tensor] | None = None) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """FoldScaleAndShift: constants beside layers, in every spelling; refused where they are none of a channel."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from fxopt import FoldScaleAndShift, UndoError, trace
+from fxopt import FoldScaleAndShift, UndoError, trace, undo
 from fxopt.testing import randomise
 from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
 
@@ -313,3 +315,28 @@ def test_the_scale_is_in_the_dtype_of_the_layer():
     model = Use(BEHIND["parameter"]).eval()
     model.linear.bfloat16()
     refused(FoldScaleAndShift(), model, X.bfloat16(), reason="the layer torch.bfloat16", trace=fx_trace)
+
+
+def test_a_parameter_that_is_trained_elsewhere_stays():
+    model = randomise(Use(lambda m, x: (m.linear(x) * m.gamma).tanh() * m.gamma).train())
+    graph = trace(model, (X,))
+    (refusal,) = FoldScaleAndShift().explain(graph).refusals
+    assert refusal[2] == "gamma is trained, and mul_1 reads it, too"
+    model.gamma.requires_grad_(False)
+    assert len(FoldScaleAndShift().explain(graph).sites) == 1
+
+
+def test_what_the_record_holds_is_its_own_in_every_dtype():
+    model = randomise(Use(BEHIND["parameter"]).eval()).double()
+    before = model.linear.weight.detach().clone()
+    graph = trace(model, (X.double(),))
+    FoldScaleAndShift()(graph)
+    step = pickle.dumps(graph)
+    with torch.no_grad():
+        graph.gamma.mul_(2)
+    with pytest.raises(UndoError, match="gamma, which was folded into linear"):
+        undo(graph)
+    with torch.no_grad():
+        graph.gamma.div_(2)
+    assert torch.equal(undo(graph).linear.weight, before)
+    assert torch.equal(undo(pickle.loads(step)).linear.weight, before)

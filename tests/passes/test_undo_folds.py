@@ -290,3 +290,14 @@ def test_children_come_back_in_order_whatever_is_undone_first():
         for pass_ in undone:
             pass_(graph_module, reverse=True)
         assert_round_trip(before, graph_module)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_layers_are_frozen_or_trained_as_they_were_at_last(before):
+    model = nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    graph = fxopt.trace(model.eval().requires_grad_(before), (torch.randn(1, 3, 8, 8),))
+    for pass_ in (fxopt.FoldPadding(), FuseBatchNorm2dInConv2d()):
+        pass_(graph)
+    graph.requires_grad_(not before)
+    undo(graph, 2)
+    assert {parameter.requires_grad for parameter in graph.parameters()} == {not before}
