@@ -154,6 +154,21 @@ def test_the_command_names_the_zoo_and_passes_of_the_run(run):
     assert since.causes[0].command == command
 
 
+def test_no_pass_is_to_blame_where_the_graph_without_any_fails(run):
+    def fails(record):
+        if record.case.model != "bert":
+            return record
+        stage = "run the model" if not record.case.pipeline else "usable"
+        case = record.case if record.case.pipeline else dataclasses.replace(record.case, check=Check.PARITY)
+        return dataclasses.replace(
+            record, case=case, outcome=Outcome.ERROR, stage=stage, reason="ValueError: broken\nin two lines"
+        )
+
+    (cause,) = headline.since(night(run, 0, fails), []).causes
+    assert cause.text == "bert does not run: ValueError: broken in two lines"
+    assert cause.models == ("bert",)
+
+
 def test_the_failures_of_a_first_run_are_grouped_too(run):
     since = headline.since(night(run, 0, not_captured), [])
     assert headline.got_worse(since) == "1 cause of failures"

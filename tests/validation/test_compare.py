@@ -3,8 +3,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+from torch import nn
 
 from fxopt.testing import Grade, Verdict
 from validation import store
@@ -266,5 +269,9 @@ def test_regressions_come_first(changes):
 
 
 def test_each_number_of_a_verdict_is_declared():
-    names = comparison._measured(Verdict(Grade.ULP, 0.0, 0.0), 1e-9)
+    subject: Any = mock.MagicMock(rtol=1e-9)
+    subject.oracle.return_value.unproved = ""
+    subject.oracle.return_value.judge.return_value = Verdict(Grade.ULP, 0.0, 0.0)
+    names = comparison.judge_graph(subject, lambda dtype: nn.Identity()).measurements
+    assert "relative_error" in names
     assert [name for name in names if metric_of(name) is UNKNOWN] == []

@@ -240,7 +240,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_it_found(
         append(journal, record)
 
     monkeypatch.setattr(store.Journal, "append", full)
-    assert harness.run("-k", "effect") == 1
+    assert harness.run("-k", "effect") == pytest.ExitCode.USAGE_ERROR
     assert "cannot be written: no space left on device" in capsys.readouterr().out
     assert len(harness.records()) == 4
 

@@ -282,10 +282,17 @@ def test_a_sweep_has_a_page_with_a_line_an_architecture(harness: Any, tmp_path: 
 
 def test_a_sweep_that_captures_nothing_has_a_page(harness: Any, tmp_path: Path) -> None:
     harness("--fx-model", "unseeded")
-    assert (
-        "captured and right with default arguments"
-        in (tmp_path / "architectures/architectures.md").read_text()
-    )
+    text = (tmp_path / "architectures/architectures.md").read_text()
+    assert "captured and right with default arguments" in text
+    assert "nan" not in text
+
+
+def test_what_a_part_of_a_sweep_leaves_out_is_not_counted_as_wrong(harness: Any, tmp_path: Path) -> None:
+    assert harness("--fx-model", "good", "-k", "effect") == pytest.ExitCode.OK
+    text = (tmp_path / "architectures/architectures.md").read_text()
+    assert "past every stage | 100.0 % (1 of 1)" in text
+    assert "Not captured, or not right: 0" in text
+    assert "captured and right" not in text.partition("## ")[0]
 
 
 def test_one_model_is_chosen_by_name(harness: Any, tmp_path: Path) -> None:

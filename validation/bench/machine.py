@@ -16,10 +16,9 @@ BUSY = 0.1
 
 def write(name: str, out: Path, title: str, *blocks: str) -> None:
     """Write `<name>.md` into a folder and print it: the title, on what it was made, and these blocks."""
-    threads = torch.get_num_threads()
-    run = store.Run.now(threads=threads)
+    run = store.Run.now(threads=torch.get_num_threads())
     made = (
-        f"Written by `python -m validation.bench {name}`: {threads} threads, {run.devices['cpu']}, "
+        f"Written by `python -m validation.bench {name}`: {run.threads} threads, {run.devices['cpu']}, "
         f"torch {torch.__version__}, commit {run.commit}, {run.started:%Y-%m-%d}."
     )
     text = page(f"# {title}", made, *blocks)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from fxopt.testing import Verdict, compare
+from fxopt.testing import compare
 
 from ..records import Finding, Outcome
 from .subject import Subject
@@ -21,7 +21,15 @@ def judge_graph(
     wide, module, oracle = graph(subject.wide), graph(dtype), subject.oracle(dtype)
     with subject.entering("run the graph"):
         verdict = oracle.judge(module, wide, tolerance=subject.entry.tolerance(pipeline))
-    measurements = _measured(verdict, subject.rtol)
+    measurements = {  # relative to the largest value of a tensor
+        "relative_error": verdict.own.max_rel,
+        "relative_error_original": verdict.baseline.max_rel,
+        "tolerance": verdict.own_limit,
+        "relative_error_float64": verdict.float64.max_rel,
+        "tolerance_float64": subject.rtol,
+        "tensors_compared": verdict.float64.tensors,
+        "values_compared": verdict.float64.values,
+    }
     subject.facts["grade"] = str(verdict.grade)
     if oracle.unproved:
         text = f"the original's own {oracle.unproved} is not finite everywhere, so that nothing is proved"
@@ -38,19 +46,4 @@ def difference(expected: object, actual: object, rtol: float) -> str:
         found = compare(expected, actual)
     except AssertionError as error:
         return " ".join(str(error).split())
-    if found.max_rel <= rtol:
-        return ""
-    return f"{found.where} is {found.max_rel:.3g} of its largest value off"
-
-
-def _measured(verdict: Verdict, rtol: float) -> dict[str, float | int]:
-    """The errors of a verdict and their limits; errors are relative to the largest value of a tensor."""
-    return {
-        "relative_error": verdict.own.max_rel,
-        "relative_error_original": verdict.baseline.max_rel,
-        "tolerance": verdict.own_limit,
-        "relative_error_float64": verdict.float64.max_rel,
-        "tolerance_float64": rtol,
-        "tensors_compared": verdict.float64.tensors,
-        "values_compared": verdict.float64.values,
-    }
+    return f"{found.where} is {found.max_rel:.3g} of its largest value off" if found.max_rel > rtol else ""

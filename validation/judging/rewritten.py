@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fxopt.outputs import same_bits
 from fxopt.rewriting.composition import compose
 from fxopt.rewriting.history import history
 from fxopt.rewriting.transformation import Transformation
@@ -92,9 +92,8 @@ def tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    facts, other = ((type(t), t.dtype, t.device, t.shape, t.requires_grad) for t in (left, right))
-    raw = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (left, right))  # so that NaN is itself
-    return facts == other and torch.equal(*raw)
+    facts, other = ((type(t), t.device, t.requires_grad) for t in (left, right))
+    return facts == other and same_bits(left, right)  # NaN is itself
 
 
 def _tampered(
@@ -111,8 +110,8 @@ def _tampered(
         yield from (
             f"{name}.{key}" for key in state.keys() | now.keys() if not _is(state.get(key), now.get(key))
         )
-        keys = (key for key in its if f"{name}.{key}" in kept_tensors)
-        yield from (f"{name}.{key}" for key in keys if its[key] is not kept_tensors[f"{name}.{key}"])
+        paths = {f"{name}.{key}": tensor for key, tensor in its.items()}
+        yield from (path for path in paths if kept_tensors.get(path, paths[path]) is not paths[path])
 
 
 def _state(module: nn.Module) -> dict[str, object]:

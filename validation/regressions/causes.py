@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
-from ..records import AGAIN, FAILING, TIMED, Outcome, counted
+from ..records import AGAIN, FAILING, TIMED, Check, Outcome, counted
 from ..zoo.plan import ALL, EXACT, OPTIMIZED
 from .compare import VANISHED
 
@@ -24,7 +24,6 @@ PASSES = (ALL, EXACT)
 """The pipelines of many passes, of which one may be the cause."""
 
 _VERDICTS = ("outcome", "new failure", "stage")
-
 
 _VERBS: dict[str, str] = {
     Outcome.FAIL: "fails",
@@ -75,10 +74,15 @@ def causes(
     for each in worse:
         of_model[each.model].add(each.pipeline)
     groups: dict[tuple[str, ...], list[_Change]] = {}
+    # A pass is not to blame where the graph without any pass fails.
+    broken = {
+        each.model: _key(each, []) for each in worse if each.kind in _VERDICTS and each.check == Check.PARITY
+    }
     for each in worse:
         names = of_model[each.model] if each.pipeline in PASSES else each.pipeline.split("+")
         guilty = [name for name, _ in alone.most_common() if name in names]
-        groups.setdefault(_key(each, guilty), []).append(each)
+        key = broken.get(each.model) if each.kind in _VERDICTS else None
+        groups.setdefault(key or _key(each, guilty), []).append(each)
     found = [_cause(group, since) for group in groups.values()]
     return sorted(found, key=lambda cause: -cause.cases)
 
@@ -152,7 +156,7 @@ def _cause(group: Sequence[_Change], since: str) -> Cause:
     command = command if first.kind != VANISHED else ""
     cases = len({each.id for each in group})
     since = first.explanation if first.kind == "latency" else since  # it is seen later than it comes
-    return Cause(" ".join(_text(first, others, models)), models, cases, since, command)
+    return Cause(" ".join(" ".join(_text(first, others, models)).split()), models, cases, since, command)
 
 
 def _text(first: _Change, others: Sequence[_Change], models: tuple[str, ...]) -> Iterator[str]:

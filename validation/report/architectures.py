@@ -60,6 +60,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     ran = rows[rows["runs"]]
     right = ran[ran["right"]]
     times = right["forward_runs"].dropna()
+    runs = f"{times.mean():.1f} on average, {times.max():.0f} at most" if len(times) else "none"
     numbers = {
         "architectures": f"{len(rows):,}",
         "run eagerly": f"{len(ran):,}",
@@ -67,8 +68,10 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
         "captured and right, with `specialize=True` where that is needed": _of(ran["right"], ran),
         "past every stage": _of(ran["outcome"] == Outcome.PASS, ran),
         "wrong without an error": f"{(ran['outcome'] == Outcome.FAIL).sum():,}",
-        "runs of the forward in a capture": f"{times.mean():.1f} on average, {times.max():.0f} at most",
+        "runs of the forward in a capture": runs,
     }
+    if not (table["check"] == Check.PARITY).any():
+        numbers = {name: numbers[name] for name in ("architectures", "run eagerly", "past every stage")}
     if (ran["peer"] != "").any():
         both = right[right["peer"] == "right"]
         ratio = (both["trace_seconds"] / both["peer_seconds"]).median()
@@ -99,7 +102,7 @@ def by_architecture(table: pd.DataFrame) -> pd.DataFrame:
     )
     rows["runs"] = rows["outcome"] != Outcome.SKIP
     right = table[parity].drop_duplicates("model").set_index("model")["outcome"] == Outcome.PASS
-    rows["right"] = right.reindex(rows.index, fill_value=False)
+    rows["right"] = right.reindex(rows.index, fill_value=not parity.any())  # a part may leave parity out
     facts = table.reindex(columns=FACTS).astype(object).where(lambda each: each != "")
     rows = rows.join(facts.groupby(table["model"]).first().fillna(""))
     rows = rows.join(table.reindex(columns=NUMBERS).groupby(table["model"]).max())

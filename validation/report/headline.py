@@ -39,7 +39,7 @@ def not_run(table: pd.DataFrame) -> list[str]:
             f"The machine was busy in the time measurements of {counted(busy, 'model')}: these latencies and times are not judged"
         )
     if lacking := missing(table):
-        told.append(f"Partial: {counted(lacking, 'planned case')} not run: `--resume` runs them")
+        told.append(f"Partial: {counted(lacking, 'planned case')} not run")
     return told
 
 

@@ -96,7 +96,7 @@ def _worse(since: headlines.Since | None) -> list[str]:
 
 LEGEND = (
     "A verdict is the worst outcome of the checks of a pass: `pass` was compared and found right, `no-op` "
-    "found nothing to rewrite, `expected` failed as `model_zoo.yaml` says it does, `unjudged` moved the outputs without a stated limit. "
+    "found nothing to rewrite, `expected` failed as the zoo file says it does, `unjudged` moved the outputs without a stated limit. "
     "A dash: not planned, or nothing to measure."
 )
 

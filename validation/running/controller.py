@@ -117,7 +117,9 @@ class Controller:
             if is_new:
                 self._journal.append(record)
         except OSError as error:  # such as a full disk: what was found before is in the journal
-            pytest.exit(f"{self._journal.file}: cannot be written: {error}", returncode=1)
+            pytest.exit(
+                f"{self._journal.file}: cannot be written: {error}", returncode=pytest.ExitCode.USAGE_ERROR
+            )
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -149,7 +151,7 @@ class Controller:
             self._message = report.terminal_summary(table.to_pandas(), written.files, written.since)
         if self._problems:
             self._problems.append(f"all records are in {self._journal.file}: `fxopt merge` takes it")
-            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self._message or self._problems:

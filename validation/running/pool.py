@@ -72,7 +72,7 @@ class Pool:
                         if self._deaths[_group(case)] < MOST_DEATHS:
                             worker.begin(case, self._limit(case))
                             break
-                        yield Record(case, Outcome.CRASH, "", UNTRIED)
+                        yield Record(case, Outcome.SKIP, "", UNTRIED)
                     else:
                         worker.end()
                         pool.remove(worker)

@@ -208,7 +208,7 @@ def judged(failures: Collection[KnownFailure], record: Record) -> Record:
     if not known or record.outcome is Outcome.SKIP:
         return record
     if record.outcome not in FAILING:
-        text = f"model_zoo.yaml expects a failure ({known[0].reason}), but there was none: take it out of known_failures"
+        text = f"the zoo file expects a failure ({known[0].reason}), but there was none: take it out of known_failures"
         return dataclasses.replace(record, outcome=Outcome.FAIL, reason=text)
     if record.outcome not in (Outcome.FAIL, Outcome.ERROR):  # no hang and no crash is excused
         return record
