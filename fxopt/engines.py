@@ -226,7 +226,7 @@ def _check_body(body: GraphModule) -> None:
         others = (n for n in (*inputs, *outputs) if n is not node and _of_several(n) is not _of_several(node))
         shared = next((n for n in others if memory.may_alias(n, node)), None)
         if shared:
-            raise Unfit(f"the outputs {node.name} and {shared.name} may share memory")
+            raise Unfit(f"the values {node.name} and {shared.name} may share memory, at {graph.place(node)}")
 
 
 def _body(
@@ -468,10 +468,14 @@ def _probe(body: GraphModule, inputs: tuple[Tensor, ...], run: Function) -> None
                 continue
             found = run(*given)
             if unlike(wanted, found) or not norm_error(wanted, found) < _MOST_ERROR:
-                raise Unfit(f"it computes something else where {value} of the example inputs is {other}")
+                raise Unfit(
+                    f"it gives another result where a free size is {other}, which is {value} in the example"
+                )
             tried.update(changed)
     if untried := sorted(known.keys() - tried, key=str):
-        raise Unfit(f"it cannot be tried with another size than {known[untried[0]]}")
+        raise Unfit(
+            f"a free size is {known[untried[0]]} in the example, and the model takes no other number to try it with"
+        )
 
 
 def _known_sizes(body: GraphModule, inputs: tuple[Tensor, ...]) -> dict[Any, int]:

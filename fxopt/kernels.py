@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxopt.packed_operators import Kernel, Packed, available, finished, of_pixels, pads_zeros
@@ -26,8 +27,8 @@ class PackedLayer(nn.Module):
     """A layer with a packed weight; it may add a tensor, and apply an activation, in the same step.
 
     Its parameters are those of the layer that it was made of. After a change of the weight it packs again. Unnoticed is
-    what does not raise the version of the weight: writes through `weight.data` or numpy, into weights that were made
-    under `torch.inference_mode`, and steps of fused optimizers, unless the layer was called with gradients since.
+    what does not raise the version of the weight, but for steps of optimizers: writes through `weight.data` or numpy, and
+    into weights that were made under `torch.inference_mode`, unless the layer was called with gradients since.
 
     Attributes:
         kernel: `onednn`, `mkl`, `matmul` for convolutions of single pixels, or one that rounds: `int8` and `int8_weight`.
@@ -193,7 +194,7 @@ def _forward(
         if kernel is not None and input.dtype in kernel.dtypes and not input.shape[-1] % kernel.multiple:
             run = _packed(layer, kernel).run
             return run(parameters_of(layer)["bias"], input, other, activation, False)
-    # What happens meanwhile, such as a step of a fused optimizer, may leave no trace in the version of the weight.
+    # What happens meanwhile may leave no trace in the version of the weight.
     layer.__dict__.pop("_packed", None)
     return finished(plain(input), other, activation)
 
@@ -237,7 +238,7 @@ def _packed(layer: Any, kernel: Kernel) -> Packed:
     weight: Tensor = layer.weight
     version = 0 if weight.is_inference() else version_of(weight)
     held = layer.__dict__.get("_packed")
-    seen = (version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
+    seen = (version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, _fused_steps[0])
     if held is None or held[1] != seen:
         with _lock, torch.no_grad():
             known = _shared.setdefault(weight, {}) if kernel.any_shape else {}
@@ -249,6 +250,17 @@ def _packed(layer: Any, kernel: Kernel) -> Packed:
         held = layer.__dict__["_packed"] = (weight.detach(), seen, packed)
     found: Packed = held[2]
     return found
+
+
+_fused_steps = [0]
+"""How many steps fused optimizers have made, which leave the versions of weights as they were."""
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _fused_steps[0] += any(group.get("fused") for group in optimizer.param_groups)
+
+
+register_optimizer_step_post_hook(_after_step)
 
 
 def _holds(packed: Packed, weight: Tensor) -> bool:
