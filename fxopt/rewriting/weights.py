@@ -114,9 +114,12 @@ class Keep:
                 f"the weights of {', '.join(now)} have changed since (by training, load_state_dict or a change of "
                 "dtype), and undoing would lose that. Put the weights back, or keep the rewritten model"
             )
-        first = next(iter(now))
-        like = {path: path if path in now else first for path in self.copies}
-        return {p: left[like[p]].follow(value, now[like[p]]) for p, value in copied(self.copies).items()}
+        restored, first = (
+            copied(self.copies),
+            next(iter(now), None),
+        )  # where nothing took their place, they are as they were
+        like = {path: path if path in now else first for path in restored}
+        return {p: v if (at := like[p]) is None else left[at].follow(v, now[at]) for p, v in restored.items()}
 
 
 def copied(values: Mapping[str, Any], tensors: Mapping[int, Tensor] | None = None) -> dict[str, Any]:

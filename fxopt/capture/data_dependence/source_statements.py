@@ -1,4 +1,4 @@
-"""What a statement of the model does with a value: makes a message for a reader of it, asserts it, or decides."""
+"""Statements of the model that ask for a value: for a message to a reader, in an assertion, or to decide."""
 
 from __future__ import annotations
 
