@@ -8,7 +8,7 @@ import heapq
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxopt.capture.patches.interception import lock
+from fxopt.compare import epsilon, norm_error, unlike
 from fxopt.engines import TORCH
 from fxopt.errors import FallbackWarning, GuardError, warn
 from fxopt.objects import tensors_in
@@ -34,7 +35,7 @@ from fxopt.optimizing.lowering import Lowered
 from fxopt.optimizing.prepare import Options, prepare
 from fxopt.optimizing.progress import progress
 from fxopt.optimizing.report import GraphReport, Report
-from fxopt.optimizing.watching import Read, State
+from fxopt.optimizing.watching import Left, State
 from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transforming
 
 # How many graphs for one structure may be refused, dropped, or hold for one size that was to be free.
@@ -42,6 +43,7 @@ _MOST_FAILURES = 2
 _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_NUMBERS = 4  # how many values of one number may have a graph
 _RESTLESS = 4  # after so many changes of the model, a new state gets a graph at its second call alone
+_MOST_KEPT = 2  # how often graphs begin anew since a forward assigns no more what it assigned before
 _LAUNCHING = ("cuda",)  # devices that compute while Python goes on
 
 _CHANGED = "the model was changed while its graph was made"
@@ -70,7 +72,7 @@ class _Graph:
         kinds: the kinds of calls for which it is tried.
         used: when it was called last, as a number that grows.
         asked_late: the state that must hold after a call: a GPU computes while that is asked. None where it is asked before.
-        reads: the attributes that must have values that it is made for.
+        left: for what calls leave in the attributes that it assigns, whether it holds.
     """
 
     lowered: Lowered
@@ -80,16 +82,31 @@ class _Graph:
     kinds: dict[Kind, None]
     used: int
     asked_late: State | None
-    reads: Sequence[Read]
+    left: Left
 
     def computed(self, inputs: Inputs) -> Any:
-        """The outputs; GuardError where the inputs, or what earlier calls have left in the model, are not what it is made for."""
-        if not all(map(Read.holds, self.reads)):
-            raise GuardError("another call has left other values in the attributes that the forward reads")
+        """The outputs; what the run leaves in attributes is known from then on."""
         value = self.lowered(*inputs.args, **inputs.kwargs)
-        for read in self.reads:
-            read.note()
+        if self.left.places:
+            self.left.note(self.left.kinds(), True)
         return value
+
+    @property
+    def can_be_tried(self) -> bool:
+        """Tell whether a run writes nothing but the attributes that it assigns."""
+        return len({*(self.report.assigned or ())}) == len(self.left.places)
+
+    def tried(self, inputs: Inputs, exact: bool) -> Callable[[Any], None]:
+        """Compute the outputs for copies; returns what compares them with those of the model, and notes whether the graph holds."""
+        kinds, copied = self.left.kinds(), inputs.copied()
+        found = self.lowered.function(*copied.args, **copied.kwargs)
+
+        def compared(value: Any) -> None:
+            expected = value, self.left.values()
+            limit = max(1e-4, 8 * epsilon(expected)) if exact else 0.02
+            self.left.note(kinds, not unlike(expected, found) and norm_error(expected, found) < limit)
+
+        return compared
 
 
 @dataclasses.dataclass(eq=False)
@@ -143,7 +160,7 @@ class Graphs:
         """Drop all graphs."""
         with lock:
             self.books: tuple[_Book, ...] = ()  # one for each state
-            self._changes = 0
+            self._changes = self._kept = 0
             # Optimized parts of the module that are called by themselves, by the ids of what they stand for.
             self.parts: dict[int, Any] = {}
 
@@ -167,18 +184,24 @@ class Graphs:
         obstacle = self._obstacle(given)
         self._warn(inputs, obstacle or "")
         try:
-            failed: list[Callable[[], object]] = []
-            graphs = itertools.chain(self._latest(given), self._candidates(given, failed))
+            after: list[Callable[[Any], object]] = []
+            graphs = itertools.chain(self._latest(given), self._candidates(given, after))
             for graph in graphs if obstacle is None else ():
                 with contextlib.suppress(GuardError):
+                    holds = graph.left.holds()
+                    if holds is None and graph.can_be_tried:
+                        after.append(graph.tried(given, self.options.precision == "float32"))
+                        break
+                    if not holds:
+                        continue
                     value = graph.computed(given)
                     if graph.asked_late and not graph.asked_late.holds():
                         continue  # these outputs are those of weights that the model had
                     graph.used = next(self._uses)
                     return written_back(value, mappings)
             value = getattr(self._model, inputs.method)(*inputs.args, **inputs.kwargs)
-            for note in failed:  # what the model itself refuses is no failure of a graph
-                note()
+            for note in after:  # what the model itself refuses is no failure of a graph
+                note(value)
             return value
         finally:
             for book in self.books:
@@ -187,10 +210,10 @@ class Graphs:
     def make(self, inputs: Inputs) -> Lowered | None:
         """Make a graph for some inputs ahead of a call."""
         with lock:
-            failed: list[Callable[[], object]] = []
-            made = next((graph.lowered for graph in self._candidates(inputs, failed)), None)
-            for note in failed:
-                note()
+            after: list[Callable[[Any], object]] = []
+            made = next((graph.lowered for graph in self._candidates(inputs, after)), None)
+            for note in after:
+                note(None)
             return made
 
     def _latest(self, inputs: Inputs) -> Iterator[_Graph]:
@@ -200,8 +223,8 @@ class Graphs:
             if graph.asked_late and inputs.kind in graph.kinds:
                 yield graph
 
-    def _candidates(self, inputs: Inputs, failed: list[Callable[[], object]]) -> Iterator[_Graph]:
-        """Yield the graphs that may take these inputs, and then one that is made for them; `failed` takes what notes that none can be made."""
+    def _candidates(self, inputs: Inputs, after: list[Callable[[Any], object]]) -> Iterator[_Graph]:
+        """Yield the graphs that may take these inputs, and then one that is made for them; `after` takes what is called with the outputs of the model where it runs."""
         book = self._found()
         known = [graph for graph in book.graphs if inputs.kind in graph.kinds] if book else []
         yield from known
@@ -213,7 +236,7 @@ class Graphs:
             shapes, key = shapes_of(named), (inputs.method, structure_of(named))
         except Exception as error:  # whatever objects the inputs are, the model may know what to do with them
             reason = f"its inputs cannot be described ({type(error).__name__}: {error})"
-            failed.append(lambda: self._warn(inputs, reason))
+            after.append(lambda _: self._warn(inputs, reason))
             return
         if any(map(has_own_kernels, tensors_in(named))) or (key, shapes) in without:
             return
@@ -223,7 +246,7 @@ class Graphs:
             book = self._found() or self._opened()
             made = [each for each in book.graphs if inputs.kind in each.kinds and each not in known]
             if not made and book.may_capture:
-                made = [*filter(None, [self._make(book, inputs, named, key, shapes, failed)])]
+                made = [*filter(None, [self._make(book, inputs, named, key, shapes, after)])]
                 if not made and len(book.without_graph) < _MOST_STRUCTURES:
                     book.without_graph |= {(key, shapes), plain} - {None}
         finally:
@@ -237,7 +260,7 @@ class Graphs:
         named: dict[str, Any],
         key: Any,
         shapes: Shapes,
-        failed: list[Callable[[], object]],
+        after: list[Callable[[Any], object]],
         again: bool = True,
     ) -> _Graph | None:
         """Make a graph for inputs that no graph fits; None where the model itself is to run. The lock is held."""
@@ -247,17 +270,14 @@ class Graphs:
             return None
         structure = book.structures.setdefault(key, _Structure())
         for graph in book.graphs:
-            same = (
-                graph.structure is structure and graph.shapes == shapes
-            )  # for keywords instead of positions
-            if same and all(map(Read.holds, graph.reads)):
+            same = graph.structure is structure and graph.shapes == shapes
+            if same and graph.left.holds() is not False:  # for keywords instead of positions
                 graph.kinds[inputs.kind] = None
                 return graph
         if len(structure.failures) >= _MOST_FAILURES:
             self._warn(inputs, structure.failures[-1])
             return None
         free = {each for others in structure.shapes for each in differing(shapes, others)}
-        structure.shapes.add(shapes)
         dynamic = self.dynamic if inputs.method == "forward" else None
         with progress(f"optimize {type(self._model).__name__}", self.options.progress) as enter:
             lowered, report = prepare(
@@ -266,18 +286,20 @@ class Graphs:
         disagreement = self._disagreement(book, report)
         # Perhaps by its first run: models of transformers add hooks then.
         if again and disagreement == _CHANGED:
-            return self._make(self._opened(), inputs, named, key, shapes, failed, again=False)
+            return self._make(self._opened(), inputs, named, key, shapes, after, again=False)
         reason = report.reason or disagreement
         if lowered is None or reason:
             refused = dataclasses.replace(report, reason=reason)
 
-            def note() -> None:
+            def note(_: Any) -> None:
+                structure.shapes.add(shapes)
                 book.refused.append(refused)
                 structure.failures.append(reason)
                 self._warn(inputs, reason)
 
-            failed.append(note)
+            after.append(note)
             return None
+        structure.shapes.add(shapes)
         if report.fixed:
             fixed = next(iter(report.fixed.values()))
             structure.failures.append(
@@ -288,12 +310,9 @@ class Graphs:
         unfit = report.engines.get(self.options.engine, "")
         self._warn(inputs, unfit, f"is computed by torch, not by {self.options.engine}")
         asked_late = book.state if _is_launched(lowered, report, inputs) else None
-        reads = [
-            Read(module := self._model.get_submodule(at), name, (value, vars(module).get(name)))
-            for at, name, value in report.read
-        ]
+        left = Left(lowered.assigned)
         made = _Graph(
-            lowered, report, structure, shapes, {inputs.kind: None}, next(self._uses), asked_late, reads
+            lowered, report, structure, shapes, {inputs.kind: None}, next(self._uses), asked_late, left
         )
         book.graphs = (made, *book.graphs)
         self._drop_unused()
@@ -321,10 +340,9 @@ class Graphs:
             book.state.forgive(self._model, book.assigned)
         book.state.note_left()
         others = book.assigned ^ {*report.assigned}
-        if others and others <= {
-            (path, name) for graph in book.graphs for path, name, _ in graph.report.read
-        }:
-            return _CHANGED  # it keeps what an earlier call has assigned
+        if others and others <= book.assigned and self._kept < _MOST_KEPT:
+            self._kept += 1
+            return _CHANGED  # perhaps it keeps what an earlier call has assigned
         if others:
             names = ", ".join(sorted({f"{path}.{name}".lstrip(".") for path, name in others}))
             return f"the forward assigns {names} for some inputs and not for others"

@@ -123,9 +123,6 @@ def prepare(
         )
         places = traced.meta.get(ASSIGNED, ())
         trial = Trial(model, traced, inputs)
-        facts["read"] = [
-            (path, name, vars(model.get_submodule(path)).get(name)) for path, name in trial.read_first()
-        ]
         own = trial.own(eager)
         facts["assigned"] = [*places, *trial.places]
         if places:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from fxopt.rewriting.explanation import Explanation
 
@@ -27,7 +26,6 @@ class GraphReport:
         engines: the engines that were tried and do not compute it, each with the reason.
         reason: why calls with these inputs fall back to eager; None if the graph is used.
         assigned: the attributes and buffers that the forward changes, each as a module and a name; None if not known.
-        read: the attributes that the forward assigns, each with its value before, if the forward reads an earlier one.
         fixed: the sizes that were left free and that the forward fixes, by tensor and dimension, with the line that does so.
         unused: why no layer computes in the precision that was asked for; None if one does.
     """
@@ -44,7 +42,6 @@ class GraphReport:
     engines: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reason: str | None = None
     assigned: Sequence[tuple[str, str]] | None = None
-    read: Sequence[tuple[str, str, Any]] = dataclasses.field(default=(), repr=False)
     unused: str | None = None
     fixed: Mapping[tuple[int, int], str] = dataclasses.field(default_factory=dict)
 

@@ -121,21 +121,6 @@ class Trial:
             getattr(model.get_submodule(path), name) for path, name in self._traced.meta.get(ASSIGNED, ())
         )
 
-    def read_first(self) -> list[tuple[str, str]]:
-        """The attributes that the forward assigns, if it reads an earlier value of one, as of a table that grows; before `own`."""
-        places, found = [*self._traced.meta.get(ASSIGNED, ())], set[str]()
-        if not places:
-            return []
-        parameters: dict[int, Any] = {id(parameter): parameter for parameter in self._model.parameters()}
-        try:
-            copied = copy.deepcopy(self._model, parameters)
-            for path in {path for path, _ in places}:
-                _watch(copied.get_submodule(path), {name for at, name in places if at == path}, found)
-            self._inputs.call(getattr(copied, self._inputs.method))
-        except Exception:  # whatever a model that cannot be copied raises
-            return places
-        return places if found else []
-
     def repeatable(self, function: Function, ask: Callable[[], object] = bool) -> Function:
         """A function that puts back what each call writes, and asks something before."""
 
@@ -163,23 +148,6 @@ class Trial:
             }
             # An output may be a view of a buffer.
             return mapped(value, Tensor.clone) if left else value, left
-
-
-def _watch(module: nn.Module, names: set[str], found: set[str]) -> None:
-    """Have a module note which of its attributes of these names are read before they are assigned."""
-    kind: Any = type(module)
-    assigned = set[str]()
-
-    def get(self: nn.Module, name: str) -> Any:
-        if name in names and name not in assigned:
-            found.add(name)
-        return kind.__getattribute__(self, name)
-
-    def put(self: nn.Module, name: str, value: Any) -> None:
-        assigned.add(name)
-        kind.__setattr__(self, name, value)
-
-    module.__class__ = type(kind.__name__, (kind,), {"__getattribute__": get, "__setattr__": put})
 
 
 def fastest(functions: Mapping[str, Function], inputs: Inputs) -> str:

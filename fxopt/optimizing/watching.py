@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _WATCHED = (list, collections.OrderedDict, set)
 _CONTAINERS = (*_WATCHED, tuple, dict)
 _LONGEST = 1000  # the most elements of a list, set or OrderedDict that is watched: LeViT keeps half a million numbers in lists
+_MOST_LEFT = 256  # for how many values that calls leave it is known whether a graph holds
 # Hooks on states and gradients are among these.
 _OF_TORCH = vars(nn.Module()).keys() - {PARAMETERS, BUFFERS, MODULES, *FORWARD_HOOKS}
 
@@ -124,28 +124,43 @@ class State:
         return True
 
 
-@dataclasses.dataclass(eq=False)
-class Read:
-    """An attribute that a graph assigns, and whose earlier value the forward reads: another call may leave another one.
+class Left:
+    """What calls have left in the attributes that a graph assigns. The forward may read it: a graph holds for some of it.
 
-    Attributes:
-        module: the module that has it.
-        name: the name of the attribute.
-        known: the value for which the graph was made, and the one that its last call left.
+    Args:
+        places: the module and the name of each attribute.
     """
 
-    module: nn.Module
-    name: str
-    known: tuple[Any, Any]
+    def __init__(self, places: Sequence[tuple[nn.Module, str]]) -> None:
+        self.places = places
+        # Whether the graph holds, for what was left: numbers, and tensors by their shapes.
+        self._known: dict[Any, bool] = {}
+        self.note(self.kinds(), True)
 
-    def holds(self) -> bool:
-        """Tell whether the attribute has one of the values that the graph is made for."""
-        now = vars(self.module).get(self.name)
-        return any(_is_same(now, each) for each in self.known)
+    def values(self) -> tuple[Any, ...]:
+        """What the attributes hold now."""
+        return tuple(vars(module).get(name) for module, name in self.places)
 
-    def note(self) -> None:
-        """Note the value that a call has left."""
-        self.known = (self.known[0], vars(self.module).get(self.name))
+    def kinds(self) -> tuple[Any, ...]:
+        """What the attributes hold now, tensors by their shapes."""
+        return tuple(map(_left, self.values()))
+
+    def note(self, kinds: tuple[Any, ...], holds: bool) -> None:
+        """Note whether the graph holds where this was left."""
+        if len(self._known) < _MOST_LEFT:
+            self._known[kinds] = holds
+
+    def holds(self) -> bool | None:
+        """Tell whether the graph holds for what is left now; None if that is not known."""
+        return self._known.get(self.kinds()) if self.places else True
+
+
+def _left(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return type(value), *map(_left, value)
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    return _written(value) if isinstance(value, _PLAIN) else id(value)
 
 
 def _is_same(old: Any, new: Any) -> bool:
