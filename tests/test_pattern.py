@@ -650,3 +650,18 @@ def test_a_proof_holds_for_all_that_a_layer_is_made_of():
     for activations in ([nn.functional.elu, torch.tanh], [torch.tanh]):
         with pytest.raises(PassError, match="is wrong"):
             UseElu()(graph(*activations))
+
+
+class Bounded(Pattern):
+    def pattern(self, x, layer: nn.Hardtanh):
+        return layer(x)
+
+    def replacement(self, x, layer):
+        return x.clamp(-1, 1)
+
+
+def test_a_layer_for_which_none_comes_is_given_back():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Hardtanh()).eval()
+    graph = Bounded()(fxopt.trace(model, (torch.randn(2, 4),)))
+    assert "clamp" in graph.code
+    assert isinstance(fxopt.undo(graph).get_submodule("1"), nn.Hardtanh)

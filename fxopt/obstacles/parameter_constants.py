@@ -13,6 +13,19 @@ from fxopt.operators import Fact, facts_of
 from fxopt.torch_internals import backward_hooks_of
 
 
+def _readers(index: GraphIndex, tensor: Tensor) -> list[Node]:
+    """The nodes that take a tensor, under whatever name."""
+    module = index.graph_module
+    reads = [
+        n for n in index.nodes if n.op == "get_attr" and submodules.find(module, str(n.target)) is tensor
+    ]
+    calls = [n for n in index.nodes if n.op == "call_module"]
+    calls = [
+        n for n in calls if any(each is tensor for each in module.get_submodule(str(n.target)).parameters())
+    ]
+    return [*calls, *(user for read in reads for user in read.users)]
+
+
 def parts_of(constant: Node | float) -> list[Node]:
     """The nodes that a constant is made of, and itself at the end."""
     start = [constant] if isinstance(constant, Node) else []
@@ -26,15 +39,10 @@ def constant_obstacle(index: GraphIndex, parts: Sequence[Node], user: Node) -> s
             tensor = submodules.find(index.graph_module, str(node.target))  # None for a plain attribute
             if type(tensor) not in (Tensor, nn.Parameter) or backward_hooks_of(tensor):
                 return f"{node.target} is no plain parameter or buffer without hooks"
-            readers = {
-                each
-                for n in index.nodes
-                if n.op == "get_attr" and n.target == node.target
-                for each in n.users
-            }
-            others = sorted(each.name for each in readers - {*parts, user})
-            if others and tensor.requires_grad and index.graph_module.training:
-                return f"{node.target} is trained, and {others[0]} reads it, too"
+            if tensor.requires_grad and index.graph_module.training:
+                others = [each.name for each in _readers(index, tensor) if each not in (*parts, user)]
+                if others:
+                    return f"{node.target} is trained, and {others[0]} reads it, too"
         elif Fact.MIXES in facts_of(node) or not index.memory.is_pure(node):
             return f"{node.name} is not known to give the same in every run"
         writer = index.memory.written(node)

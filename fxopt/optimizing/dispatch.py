@@ -40,6 +40,7 @@ from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transform
 
 # How many graphs for one structure may be refused, dropped, or hold for one size that was to be free.
 _MOST_FAILURES = 2
+_MOST_REFUSALS = 16  # how many inputs of one structure that the model refuses are captured
 _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_NUMBERS = 4  # how many values of one number may have a graph
 _RESTLESS = 4  # after so many changes of the model, a new state gets a graph at its second call alone
@@ -57,10 +58,12 @@ class _Structure:
     Attributes:
         shapes: the shapes of each.
         failures: why graphs were refused, dropped, or hold for one size alone.
+        refusals: how many captures failed of calls that the model itself refused.
     """
 
     shapes: set[Shapes] = dataclasses.field(default_factory=set)
     failures: list[str] = dataclasses.field(default_factory=list)
+    refusals: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -274,6 +277,8 @@ class Graphs:
             if same and graph.left.holds() is not False:  # for keywords instead of positions
                 graph.kinds[inputs.kind] = None
                 return graph
+        if structure.refusals >= _MOST_REFUSALS:
+            return None
         if len(structure.failures) >= _MOST_FAILURES:
             self._warn(inputs, structure.failures[-1])
             return None
@@ -293,10 +298,12 @@ class Graphs:
 
             def note(_: Any) -> None:
                 structure.shapes.add(shapes)
+                structure.refusals -= 1
                 book.refused.append(refused)
                 structure.failures.append(reason)
                 self._warn(inputs, reason)
 
+            structure.refusals += 1
             after.append(note)
             return None
         structure.shapes.add(shapes)

@@ -125,7 +125,7 @@ class State:
 
 
 class Left:
-    """What calls have left in the attributes that a graph assigns. The forward may read it: a graph holds for some of it.
+    """The values that calls have left in the attributes that a graph assigns: the forward may read them, and a graph holds for some.
 
     Args:
         places: the module and the name of each attribute.
@@ -138,11 +138,11 @@ class Left:
         self.note(self.kinds(), True)
 
     def values(self) -> tuple[Any, ...]:
-        """What the attributes hold now."""
+        """The values of the attributes."""
         return tuple(vars(module).get(name) for module, name in self.places)
 
     def kinds(self) -> tuple[Any, ...]:
-        """What the attributes hold now, tensors by their shapes."""
+        """The values of the attributes, tensors by their shapes and dtypes."""
         return tuple(map(_left, self.values()))
 
     def note(self, kinds: tuple[Any, ...], holds: bool) -> None:

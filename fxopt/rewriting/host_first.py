@@ -39,10 +39,11 @@ class HostFirst(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _may_end(operator: Any, given: list[Tensor]) -> bool:
-    tags = getattr(operator, "tags", ())
+    if getattr(operator, "namespace", "") != "aten" or operator.is_view:
+        return False
     return (
-        torch.Tag.nondeterministic_seeded in tags
-        or "assert" in operator.name()
+        torch.Tag.nondeterministic_seeded in operator.tags
+        or operator.__name__.startswith(("_assert", "binary_cross_entropy."))
         or any(not (each.is_floating_point() or each.is_complex()) for each in given)
     )
 

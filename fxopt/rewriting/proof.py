@@ -89,16 +89,23 @@ def prove(rule: Rule, values: Mapping[str, Any], floats: Sequence[str], index: G
     if not all(isinstance(value, Tensor) for value in described.values()):
         return Proof("the shape of an input is unknown: capture the model with fxopt.trace")
     values, trains = {**values, **described}, index.graph_module.training
-    key = rule.signature, trains, *map(_kind, values.values())
     proofs = _PROOFS.setdefault(type(rule), {})
+    try:
+        key: Any = rule.signature, trains, *map(_kind, values.values())
+    except _UnknownPartError:
+        return _proved_with_numbers(rule, values, trains, floats)
     if key not in proofs:
-        found = _proved(rule, values, trains)
-        for number in NUMBERS if floats and not found.reason else ():
-            others = {**values, **dict.fromkeys(floats, number)}
-            if not rule.refuses(**others):
-                _proved(rule, others, trains)
-        proofs[key] = found
+        proofs[key] = _proved_with_numbers(rule, values, trains, floats)
     return proofs[key]
+
+
+def _proved_with_numbers(rule: Rule, values: Mapping[str, Any], trains: bool, floats: Sequence[str]) -> Proof:
+    found = _proved(rule, values, trains)
+    for number in NUMBERS if floats and not found.reason else ():
+        others = {**values, **dict.fromkeys(floats, number)}
+        if not rule.refuses(**others):
+            _proved(rule, others, trains)
+    return found
 
 
 def _proved(rule: Rule, values: Mapping[str, Any], trains: bool) -> Proof:
@@ -266,17 +273,26 @@ def _kind(value: Any) -> Any:
 
 
 _OF_TORCH = {*vars(nn.Module()), PROVENANCE}
+_LONGEST = 1000  # the most elements of a list that is compared
+
+
+class _UnknownPartError(Exception):
+    """A layer has an attribute that cannot be told from another one."""
 
 
 def _part(value: Any) -> Any:
-    """The attribute of a layer as a part of the key of a proof; where values cannot be told apart, the proof holds for one layer."""
+    """The attribute of a layer as a part of the key of a proof."""
+    if isinstance(value, list | tuple | dict) and len(value) > _LONGEST:
+        raise _UnknownPartError
     if isinstance(value, list | tuple):
         return type(value), *map(_part, value)
     if isinstance(value, dict):
-        return type(value), *((repr(key), _part(each)) for key, each in value.items())
+        return type(value), *((_part(key), _part(each)) for key, each in value.items())
     if isinstance(value, nn.Parameter | weakref.ref):
         return type(value)  # of an LSTM, whose parameters are told apart by name
-    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
+    is_function = isinstance(value, types.FunctionType) and value.__closure__ is None
+    if is_function or isinstance(value, types.BuiltinFunctionType | type):
         return value
-    plain = isinstance(value, bool | int | float | str | None | torch.dtype | torch.device | torch.Size)
-    return (type(value), repr(value)) if plain else object()
+    if isinstance(value, bool | int | float | str | None | torch.dtype | torch.device | torch.Size):
+        return type(value), repr(value)
+    raise _UnknownPartError

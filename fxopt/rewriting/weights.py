@@ -79,7 +79,10 @@ class Left:
             ):
                 restored = restored.to(after[0][1], after[0][0])
             if [facts[2] for facts in before] != [facts[2] for facts in after]:
-                restored.requires_grad_(any(facts[2] for facts in after))
+                flags = {name: facts[3] for name, facts in Left.of(now).tensors.items()}
+                for name, tensor in tensors_of({"": restored}):
+                    if isinstance(tensor, nn.Parameter):
+                        tensor.requires_grad_(flags.get(name, any(flags.values())))
         return restored
 
 

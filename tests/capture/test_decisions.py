@@ -1,5 +1,6 @@
 """Decisions on values with default arguments: refused with the line, or settled where one side raises."""
 
+import contextlib
 import operator
 
 import pytest
@@ -400,6 +401,23 @@ def asserted_of_a_call(self, x):
 
 def chosen(x):
     return x if (x > 0).all() else -x
+
+
+def asserted_in_a_context(self, x):
+    with contextlib.suppress(AssertionError):
+        assert (x > 0).all()
+        return x * 2
+    return x * 3
+
+
+def test_an_assertion_that_a_context_catches_is_a_branch():
+    model, x = module(asserted_in_a_context), torch.ones(2)
+    try:
+        traced = fxopt.trace(model, (x,))
+    except fxopt.TraceError as error:
+        assert "decides on the value" in str(error)  # noqa: PT017
+        return
+    assert torch.equal(traced(-x), model(-x))
 
 
 def test_a_question_is_no_assertion_where_the_statement_asks_more():

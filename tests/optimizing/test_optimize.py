@@ -516,6 +516,27 @@ class MadeOnce(Grows):
         return self.layer(x) * self.table
 
 
+class Keyed(Grows):
+    """Keeps the table of the last length."""
+
+    def forward(self, x):
+        if self.longest != x.shape[1]:
+            self.longest, self.table = x.shape[1], torch.arange(x.shape[1])[:, None] / 3
+        return self.layer(x) + self.table
+
+
+@torch.no_grad()
+def test_a_table_for_each_size_costs_no_graph(monkeypatch):
+    captures, prepared = [], dispatch.prepare
+    monkeypatch.setattr(dispatch, "prepare", lambda *args: captures.append(1) or prepared(*args))
+    model = Keyed().eval()
+    eager, fast = copy.deepcopy(model), fxopt.optimize(model)
+    for length in (3, 5, 7, 3, 5, 3, 7, 5, 3, 7) * 3:
+        x = torch.randn(2, length, 16)
+        torch.testing.assert_close(fast(x), eager(x))
+    assert len(captures) == 2
+
+
 @pytest.mark.parametrize("make", [Grows, MadeOnce])
 @torch.no_grad()
 def test_what_a_call_of_another_size_leaves_is_read(make):

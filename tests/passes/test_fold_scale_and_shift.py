@@ -324,6 +324,11 @@ def test_a_parameter_that_is_trained_elsewhere_stays():
     assert refusal[2] == "gamma is trained, and mul_1 reads it, too"
     model.gamma.requires_grad_(False)
     assert len(FoldScaleAndShift().explain(graph).sites) == 1
+    model = randomise(Use(lambda m, x: m.tied(m.linear(x) * m.gamma)).train())
+    model.tied = nn.Linear(4, 4)
+    model.tied.bias = model.gamma
+    (refusal,) = FoldScaleAndShift().explain(trace(model, (X,))).refusals
+    assert refusal[2].startswith("gamma is trained, and tied reads it, too")
 
 
 def test_what_the_record_holds_is_its_own_in_every_dtype():

@@ -292,6 +292,14 @@ def test_children_come_back_in_order_whatever_is_undone_first():
         assert_round_trip(before, graph_module)
 
 
+def test_a_layer_of_which_a_part_was_frozen_stays_so():
+    model = nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(3, 4, 3)).eval()
+    graph = fxopt.FoldPadding()(fxopt.trace(model, (torch.randn(1, 3, 8, 8),)))
+    graph.get_parameter("1.weight").requires_grad_(False)
+    undo(graph)
+    assert [parameter.requires_grad for parameter in graph.get_submodule("1").parameters()] == [False, True]
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_layers_are_frozen_or_trained_as_they_were_at_last(before):
     model = nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))

@@ -75,13 +75,12 @@ def causes(
         of_model[each.model].add(each.pipeline)
     groups: dict[tuple[str, ...], list[_Change]] = {}
     # A pass is not to blame where the graph without any pass fails.
-    broken = {
-        each.model: _key(each, []) for each in worse if each.kind in _VERDICTS and each.check == Check.PARITY
-    }
+    verdicts = [each for each in worse if each.kind in _VERDICTS and each.check == Check.PARITY]
+    broken = {(each.model, each.device): _key(each, []) for each in verdicts}
     for each in worse:
         names = of_model[each.model] if each.pipeline in PASSES else each.pipeline.split("+")
         guilty = [name for name, _ in alone.most_common() if name in names]
-        key = broken.get(each.model) if each.kind in _VERDICTS else None
+        key = broken.get((each.model, each.device)) if each.kind in _VERDICTS else None
         groups.setdefault(key or _key(each, guilty), []).append(each)
     found = [_cause(group, since) for group in groups.values()]
     return sorted(found, key=lambda cause: -cause.cases)
@@ -104,7 +103,7 @@ def failures(table: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-_OF_A_CASE = ["model", "pipeline", "check", "stage", "options"]
+_OF_A_CASE = ["model", "device", "pipeline", "check", "stage", "options"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +117,7 @@ class _Change:
     after: str
     explanation: str
     model: str
+    device: str
     pipeline: str
     check: str
     stage: str

@@ -57,11 +57,18 @@ def asserted_error(frame: FrameType | None) -> str:
     if not (is_one and (is_asked or is_equality)):
         return ""
     while frame is not None:
-        if any(isinstance(node, ast.Try) for node in _around(frame)):
+        if any(map(_may_catch, _around(frame))):
             return ""
         frame = model_frame(frame.f_back)
     message = statement.msg
     return f"AssertionError: {message.value!s}" if isinstance(message, ast.Constant) else "AssertionError"
+
+
+def _may_catch(node: ast.AST) -> bool:
+    """Tell whether a statement may catch what is raised in it: `with` does, but for contexts of torch."""
+    if isinstance(node, (ast.With, ast.AsyncWith)):
+        return any(not ast.unparse(item.context_expr).startswith("torch.") for item in node.items)
+    return isinstance(node, (ast.Try, ast.TryStar))
 
 
 def _around(frame: FrameType | None) -> list[ast.stmt | ast.expr]:
