@@ -35,7 +35,7 @@ from fxopt.optimizing.lowering import Lowered
 from fxopt.optimizing.prepare import Options, prepare
 from fxopt.optimizing.progress import progress
 from fxopt.optimizing.report import GraphReport, Report
-from fxopt.optimizing.watching import Left, State
+from fxopt.optimizing.watching import LeftByCalls, State
 from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transforming
 
 # How many graphs for one structure may be refused, dropped, or hold for one size that was to be free.
@@ -85,7 +85,7 @@ class _Graph:
     kinds: dict[Kind, None]
     used: int
     asked_late: State | None
-    left: Left
+    left: LeftByCalls
 
     def computed(self, inputs: Inputs) -> Any:
         """The outputs; what the run leaves in attributes is known from then on."""
@@ -317,7 +317,7 @@ class Graphs:
         unfit = report.engines.get(self.options.engine, "")
         self._warn(inputs, unfit, f"is computed by torch, not by {self.options.engine}")
         asked_late = book.state if _is_launched(lowered, report, inputs) else None
-        left = Left(lowered.assigned)
+        left = LeftByCalls(lowered.assigned)
         made = _Graph(
             lowered, report, structure, shapes, {inputs.kind: None}, next(self._uses), asked_late, left
         )

@@ -124,7 +124,7 @@ class State:
         return True
 
 
-class Left:
+class LeftByCalls:
     """The values that calls have left in the attributes that a graph assigns: the forward may read them, and a graph holds for some.
 
     Args:

@@ -117,10 +117,8 @@ class Keep:
                 f"the weights of {', '.join(now)} have changed since (by training, load_state_dict or a change of "
                 "dtype), and undoing would lose that. Put the weights back, or keep the rewritten model"
             )
-        restored, first = (
-            copied(self.copies),
-            next(iter(now), None),
-        )  # where nothing took their place, they are as they were
+        restored = copied(self.copies)
+        first = next(iter(now), None)  # where nothing took their place, they are as they were
         like = {path: path if path in now else first for path in restored}
         return {p: v if (at := like[p]) is None else left[at].follow(v, now[at]) for p, v in restored.items()}
 
