@@ -411,7 +411,7 @@ def asserted_in_a_context(self, x):
 
 
 def test_an_assertion_that_a_context_catches_is_a_branch():
-    """Which is not captured here: pytest has written another statement in its place."""
+    """The branch is not captured here: pytest has written another statement in its place."""
     with pytest.raises(fxopt.TraceError, match="decides on the value"):
         fxopt.trace(module(asserted_in_a_context), (torch.ones(2),))
 
