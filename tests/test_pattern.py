@@ -500,6 +500,13 @@ def residual_pattern(self, x, l: nn.Linear):  # noqa: E741
             lambda: of(lambda m, x, y: torch.cat((x, y), dim=1).exp(), X, X),
             1,
         ),
+        (
+            lambda s, x, y: torch.cat([x, y], -1).exp(),
+            lambda s, x, y: torch.cat([x.exp(), y.exp()], -1),
+            lambda: of(lambda m, x, y: torch.cat((x, y), dim=1).exp() + torch.cat((x, y), dim=0).exp().sum(), X, X),
+            1,
+        ),
+        (lambda s, x: x.unsqueeze(-1).exp(), lambda s, x: x.exp().unsqueeze(-1), lambda: of(lambda m, x: x.unsqueeze(2).exp() + x.unsqueeze(1).exp()), 1),
         (lambda s, x: x / x.norm(), lambda s, x: x / x.pow(2).sum().sqrt(), lambda: of(lambda m, x: x / x.norm()), 1),
         (lambda s, x: x.transpose(-2, -1) * 2, lambda s, x: (x * 2).transpose(0, 1), lambda: of(lambda m, x: x.transpose(1, 0) * 2), 1),
         (lambda s, x: x.permute(1, 0) * 2, lambda s, x: (x * 2).permute(1, 0), lambda: of(lambda m, x: torch.permute(x, (1, 0)) * 2), 1),

@@ -198,7 +198,10 @@ def _fault(index: GraphIndex, node: Node, written_input: bool) -> str | None:
     """Why a graph with this node cannot be tried out."""
     module = index.called(node)
     if module is not None and any(map(effects.has_forward_hooks, parts(module))):
-        return "a layer has hooks on its forward"
+        return (
+            "a layer has hooks on its forward (those of gradient checkpointing in transformers go by "
+            "model.disable_input_require_grads())"
+        )
     if effects.draws(node, module):
         return "the forward draws random numbers, so its outputs cannot be compared with those of a graph"
     if written_input and effects.only_checks(node):

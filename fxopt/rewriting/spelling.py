@@ -20,7 +20,7 @@ COMMUTATIVE = ("add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "l
 """Operators that give the same for their two arguments the other way round."""
 
 _DIMENSIONS = ("dim", "dims", "dim0", "dim1", "start_dim", "end_dim")
-_NEW_DIMENSION = ("unsqueeze", "stack", "unflatten")
+_NEW_DIMENSION = ("unsqueeze", "stack")
 _MANY = ("permute", "view", "reshape", "expand", "repeat", "tile", "flip")
 """Methods that take several numbers, or a list of these."""
 
@@ -68,8 +68,7 @@ def ways(wanted: Call, call: Call) -> Iterator[tuple[Mapping[str, Any], Mapping[
         wanted: a call in a pattern, where ranks are unknown.
         call: a call in a graph.
     """
-    value = call.arguments.get("self")
-    rank = graph.rank_of(value) if isinstance(value, Node) and call.name not in _NEW_DIMENSION else None
+    rank = _rank_of(call)
     one, other = (
         {n: _counted(v, rank) if n in _DIMENSIONS else v for n, v in each.arguments.items()}
         for each in (wanted, call)
@@ -91,6 +90,17 @@ def arguments_of(
     except (TypeError, ValueError):  # a function of C may have no signature
         return None
     return _named(bound.arguments, {p.name: p.default for p in signature.parameters.values()})
+
+
+def _rank_of(call: Call) -> int | None:
+    """The rank in which a call counts dimensions; None where it is unknown."""
+    values = call.arguments.get("self", call.arguments.get("tensors"))
+    ranks = {
+        graph.rank_of(each) if isinstance(each, Node) else None
+        for each in (values if isinstance(values, list | tuple) else [values])
+    }
+    rank = ranks.pop() if len(ranks) == 1 else None
+    return rank if rank is None else rank + (call.name in _NEW_DIMENSION)
 
 
 def _counted(value: Any, rank: int | None) -> Any:
