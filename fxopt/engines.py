@@ -393,7 +393,7 @@ def _openvino(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
                 raise Unfit("it computes integers in 32 bits, and an input is larger")
         given = [tensor.detach().contiguous().numpy() for tensor in inputs]
         found = own.request.infer(given, share_inputs=True, share_outputs=False)
-        return tuple(torch.from_numpy(found[number]) for number in range(len(compiled.outputs)))
+        return tuple(map(torch.from_numpy, found.to_tuple()))
 
     _probe(body, inputs, run)
     return run
