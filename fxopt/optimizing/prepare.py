@@ -24,7 +24,7 @@ from fxopt.errors import FxoptError
 from fxopt.float64 import run_in_float64
 from fxopt.kernels import PACKED
 from fxopt.optimizing.inputs import Inputs, Sizes, dynamic_shapes, text_of
-from fxopt.optimizing.lowering import Lowered, lowered
+from fxopt.optimizing.lowering import Lowered, function_of, lowered
 from fxopt.optimizing.report import GraphReport
 from fxopt.optimizing.trial import Failed, Trial, Unused, fastest, speedup
 from fxopt.packing import Tune
@@ -244,7 +244,7 @@ def _by_engine(
                 raise Unfit(reason or "it does not compute int8")
             whole, engine = with_engine(portable, name)
             computed = dataclasses.replace(
-                made, traced=portable, function=lowered(whole).function, packed={}, given_up=()
+                made, traced=portable, function=function_of(whole, {}), packed={}, given_up=()
             )
             judge(computed, judged.setdefault(name, {}))
             found[name], engine.in_use = computed, True

@@ -14,12 +14,13 @@ from torch.fx import Node
 
 from fxopt import effects, graph
 from fxopt.capture import TracedModule
-from fxopt.capture.runtime.traced_module import ASSIGNED, BY_FIRST_CALL
+from fxopt.capture.runtime.traced_module import BY_FIRST_CALL
 from fxopt.compare import norm_error, unlike
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import version_of
 from fxopt.objects import tensors_in
 from fxopt.optimizing.inputs import Inputs
+from fxopt.optimizing.lowering import assigned_attributes
 from fxopt.outputs import mapped, restored, same_bits
 from fxopt.submodules import parts, split_path, tensors_of
 
@@ -113,13 +114,12 @@ class Trial:
         memo = {id(tensor): neighbour(tensor) for _, tensor in tensors_of({"": self._model})}
         copied = copy.deepcopy(self._model, memo)
         value = self._inputs.call(getattr(copied, self._inputs.method))
-        return (value, self.assigned(copied)) if self._traced.meta.get(ASSIGNED) else value
+        left = self.assigned(copied)
+        return (value, left) if left else value
 
     def assigned(self, model: nn.Module) -> tuple[Any, ...]:
         """The values of the attributes that the forward assigns, of the model or a copy."""
-        return tuple(
-            getattr(model.get_submodule(path), name) for path, name in self._traced.meta.get(ASSIGNED, ())
-        )
+        return tuple(getattr(module, name) for module, name in assigned_attributes(self._traced, model))
 
     def repeatable(self, function: Function, ask: Callable[[], object] = bool) -> Function:
         """A function that puts back what each call writes, and asks something before."""
