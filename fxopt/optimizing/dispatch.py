@@ -101,8 +101,8 @@ class _Graph:
 
     def tried(self, inputs: Inputs, exact: bool) -> Callable[[Any], None]:
         """Compute the outputs for copies; returns what compares them with those of the model, and notes whether the graph holds."""
-        kinds, copied = self.left.kinds(), inputs.copied()
-        found = self.lowered.function(*copied.args, **copied.kwargs)
+        kinds = self.left.kinds()
+        found = inputs.call(self.lowered.function)
 
         def compared(value: Any) -> None:
             expected = value, self.left.values()
@@ -148,11 +148,10 @@ class Graphs:
     Args:
         model: the model.
         options: what `optimize` was asked for.
-        dynamic: the sizes that are free in every graph of the forward, as `fxopt.trace` takes them; None to go by the calls.
     """
 
-    def __init__(self, model: nn.Module, options: Options, dynamic: Any = None) -> None:
-        self._model, self.options, self.dynamic = model, options, dynamic
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self._model, self.options = model, options
         self.called: dict[str, None] = {}  # methods that were called, and not optimized
         self._warned: dict[str, None] = {}
         self._uses = itertools.count(1)
@@ -283,11 +282,8 @@ class Graphs:
             self._warn(inputs, structure.failures[-1])
             return None
         free = {each for others in structure.shapes for each in differing(shapes, others)}
-        dynamic = self.dynamic if inputs.method == "forward" else None
         with progress(f"optimize {type(self._model).__name__}", self.options.progress) as enter:
-            lowered, report = prepare(
-                self._model, inputs, dynamic, free, self.options, book.state.holds, enter
-            )
+            lowered, report = prepare(self._model, inputs, free, self.options, book.state.holds, enter)
         disagreement = self._disagreement(book, report)
         # Perhaps by its first run: models of transformers add hooks then.
         if again and disagreement == _CHANGED:

@@ -73,11 +73,11 @@ class Trial:
             if writer is not None:
                 raise Unused(f"a call may write into a constant of the graph, at {graph.place(writer)}")
 
-    def own(self, eager: Function) -> Any:
+    def own(self) -> Any:
         """The outputs of the model's own method."""
         before = [(path, vars(layer), dict(vars(layer))) for path, layer in self._model.named_modules()]
         try:
-            value, self._left = self._run(eager)
+            value, self._left = self._run(getattr(self._model, self._inputs.method))
         except Unused:
             raise
         except Exception as error:
