@@ -248,8 +248,10 @@ class Graphs:
             book = self._found() or self._opened()
             made = [each for each in book.graphs if inputs.kind in each.kinds and each not in known]
             if not made and book.may_capture:
-                made = [*filter(None, [self._make(book, inputs, named, key, shapes, after)])]
-                if not made and len(book.without_graph) < _MOST_STRUCTURES:
+                graph = self._make(book, inputs, named, key, shapes, after)
+                if graph is not None:
+                    made = [graph]
+                elif len(book.without_graph) < _MOST_STRUCTURES:
                     book.without_graph |= {(key, shapes), plain} - {None}
         finally:
             lock.release()
@@ -266,9 +268,8 @@ class Graphs:
         again: bool = True,
     ) -> _Graph | None:
         """Make a graph for inputs that no graph fits; None where the model itself is to run. The lock is held."""
-        if self._varies(book, inputs, named) or (
-            len(book.structures) >= _MOST_STRUCTURES and key not in book.structures
-        ):
+        full = len(book.structures) >= _MOST_STRUCTURES and key not in book.structures
+        if self._varies(book, inputs, named) or full:
             return None
         structure = book.structures.setdefault(key, _Structure())
         for graph in book.graphs:
@@ -290,36 +291,37 @@ class Graphs:
             return self._make(self._opened(), inputs, named, key, shapes, after, again=False)
         reason = report.reason or disagreement
         if lowered is None or reason:
-            refused = dataclasses.replace(report, reason=reason)
 
-            def note(_: Any) -> None:
+            def refuse(_: Any) -> None:
                 structure.shapes.add(shapes)
                 structure.refusals -= 1
-                book.refused.append(refused)
                 structure.failures.append(reason)
+                book.refused.append(dataclasses.replace(report, reason=reason))
                 self._warn(inputs, reason)
 
             structure.refusals += 1
-            after.append(note)
+            after.append(refuse)
             return None
         structure.shapes.add(shapes)
+        self._note_limits(inputs, structure, report)
+        asked_late = book.state if _is_launched(lowered, report, inputs) else None
+        left, kinds = LeftByCalls(lowered.assigned), {inputs.kind: None}
+        made = _Graph(lowered, report, structure, shapes, kinds, next(self._uses), asked_late, left)
+        book.graphs = (made, *book.graphs)
+        self._drop_unused()
+        return made
+
+    def _note_limits(self, inputs: Inputs, structure: _Structure, report: GraphReport) -> None:
+        """Note what a graph does not do that was asked for: free sizes, the precision, the engine."""
         if report.fixed:
             fixed = next(iter(report.fixed.values()))
             structure.failures.append(
                 f"each graph for its inputs holds for one size, {fixed}: pad the inputs to a few sizes, and optimize the model once "
                 "for each"
             )
+        engine = self.options.engine
         self._warn(inputs, report.unused or "", "computes in its own precision")
-        unfit = report.engines.get(self.options.engine, "")
-        self._warn(inputs, unfit, f"is computed by torch, not by {self.options.engine}")
-        asked_late = book.state if _is_launched(lowered, report, inputs) else None
-        left = LeftByCalls(lowered.assigned)
-        made = _Graph(
-            lowered, report, structure, shapes, {inputs.kind: None}, next(self._uses), asked_late, left
-        )
-        book.graphs = (made, *book.graphs)
-        self._drop_unused()
-        return made
+        self._warn(inputs, report.engines.get(engine, ""), f"is computed by torch, not by {engine}")
 
     def _varies(self, book: _Book, inputs: Inputs, named: dict[str, Any]) -> bool:
         """Tell whether an input is a number that has had many values, of which a graph holds one."""
