@@ -25,6 +25,7 @@ from fxopt.torch_internals import (
 )
 
 T = TypeVar("T", bound=Hashable)
+V = TypeVar("V")
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size, torch.dtype, torch.device)
 """The types of values that are no tensors and hold none: numbers, and what describes tensors."""
@@ -138,6 +139,19 @@ def reached(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> Iterat
         new = [other for other in dict.fromkeys(following(each)) if other not in seen]
         seen.update(new)
         pending += new
+
+
+def grouped(pairs: Iterable[tuple[T, V]]) -> dict[T, list[V]]:
+    """The second entries of pairs by the first, each in the order of the pairs.
+
+    Example:
+        >>> grouped([("a", 1), ("b", 2), ("a", 3)])
+        {'a': [1, 3], 'b': [2]}
+    """
+    found: dict[T, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def holds(node: Node, condition: Callable[[Tensor], bool]) -> bool:
