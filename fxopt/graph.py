@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate, map_arg
 
+from fxopt.submodules import module_at
 from fxopt.torch_internals import (
     FakeTensor,
     enable_python_dispatcher,
@@ -107,11 +109,30 @@ def value_of(node: Node) -> Any:
     return value
 
 
-def called_with(node: Node, module: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of a call with other arguments; `module` is what a `call_module` node calls."""
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    function: Any = node.target if module is None else module
+def nodes_in(arguments: Any) -> list[Node]:
+    """The nodes among nested arguments, in order, and as often as they stand there."""
+    found: list[Node] = []
+    map_arg(arguments, found.append)
+    return found
+
+
+def leaf_arguments(call: Any) -> list[Any]:
+    """The leaves of the arguments of a node, or of what has its fields: nodes, numbers, dtypes and others."""
+    found: list[Any] = []
+    map_aggregate((call.args, call.kwargs), found.append)
+    return found
+
+
+def called_module(root: nn.Module, node: Node) -> nn.Module | None:
+    """The module that a node of a graph calls; `None` for nodes that call none."""
+    return module_at(root, str(node.target)) if node.op == "call_module" else None
+
+
+def called_with(call: Any, module: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of a call, which is a node or has its fields, with other arguments; `module` is what a `call_module` calls."""
+    if call.op == "call_method":
+        return getattr(args[0], call.target)(*args[1:], **kwargs)
+    function: Any = call.target if module is None else module
     return function(*args, **kwargs)
 
 

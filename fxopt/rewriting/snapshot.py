@@ -291,7 +291,7 @@ class Snapshot:
             node = given(row.node)
             if copies or not row.is_unchanged():
                 node.op, node.target, node.type = row.op, row.target, row.type
-                node.args, node.kwargs = map_arg(row.args, given), map_arg(row.kwargs, given)
+                node.args, node.kwargs = map_arg((row.args, row.kwargs), given)
             node.meta.clear()
             node.meta.update(row.meta)
             if previous.next is not node:
