@@ -284,7 +284,7 @@ class Graphs:
             return None
         free = {each for others in structure.shapes for each in differing(shapes, others)}
         with progress(f"optimize {type(self._model).__name__}", self.options.progress) as enter:
-            lowered, report = prepare(self._model, inputs, free, self.options, book.state.holds, enter)
+            lowered, report = prepare(self._model, inputs, named, free, self.options, book.state.holds, enter)
         disagreement = self._disagreement(book, report)
         # Perhaps by its first run: models of transformers add hooks then.
         if again and disagreement == _CHANGED:

@@ -92,6 +92,7 @@ class Options:
 def prepare(
     model: nn.Module,
     inputs: Inputs,
+    named: Mapping[str, Any],
     free: Sizes,
     options: Options,
     ask: Callable[[], object] = bool,
@@ -100,6 +101,7 @@ def prepare(
     """Make a graph for these inputs.
 
     Args:
+        named: the inputs by the names of the parameters of the method.
         free: the sizes that differ from call to call, where the user does not say which are free.
         ask: what is asked before each call of the graph, such as whether the model is as it was; it counts as time of the graph.
         enter: takes the name of each stage when it begins.
@@ -111,7 +113,6 @@ def prepare(
         Exception: what the model raises for these inputs.
     """
     start, made = time.perf_counter(), None
-    named = inputs.named(getattr(model, inputs.method))
     facts: dict[str, Any] = {"fixed": {}}
     try:
         _check(model)

@@ -23,6 +23,7 @@ from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.lowering import assigned_attributes
 from fxopt.outputs import mapped, restored, same_bits
 from fxopt.submodules import parts, split_path, tensors_of
+from fxopt.tuning import least_seconds
 
 Function = Callable[..., Any]
 
@@ -164,13 +165,7 @@ def speedup(model: Function, computed: Function, inputs: Inputs) -> float:
 
 def _in_turns(functions: Mapping[str, Function], inputs: Inputs) -> dict[str, float]:
     """The least seconds of each function, in rounds in which all of them run: what others compute only makes a run longer."""
-    times = dict.fromkeys(functions, float("inf"))
-    begun, rounds = time.perf_counter(), 0
-    while rounds < 3 or (rounds < 50 and time.perf_counter() - begun < _SECONDS * len(functions)):
-        for name, function in functions.items():
-            times[name] = min(times[name], _seconds(function, inputs))
-        rounds += 1
-    return times
+    return least_seconds(functions, lambda function, _: _seconds(function, inputs), _SECONDS, 50)
 
 
 def _seconds(function: Function, inputs: Inputs, again: bool = True) -> float:
