@@ -233,9 +233,13 @@ def source_line(node: Node) -> str:
     return own[-1] if own else ""
 
 
-def origin_of(node: Node) -> dict[str, Any]:
-    """The metadata that says where in the model a node comes from, to give to a node that takes over some of its work."""
-    return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+ORIGIN = ("nn_module_stack", "stack_trace")
+"""The keys of the metadata that says where in the model a node comes from."""
+
+
+def origin_of(node: Any) -> dict[str, Any]:
+    """The metadata that says where in the model a node comes from, or what has its metadata."""
+    return {key: node.meta[key] for key in ORIGIN if key in node.meta}
 
 
 def place(node: Node) -> str:

@@ -119,15 +119,12 @@ def _check(model: Any, options: Options) -> None:
         )
     if original(model) is not model:
         raise PassError("this module is optimized already: give optimize the model, which fxopt.undo returns")
-    if options.precision not in PRECISIONS:
-        known = ", ".join(map(repr, PRECISIONS))
-        raise ValueError(f"precision is {options.precision!r}; give one of {known}")
+    for option, known in {"precision": PRECISIONS, "engine": (TORCH, AUTO, *ENGINES)}.items():
+        if (value := getattr(options, option)) not in known:
+            raise ValueError(f"{option} is {value!r}; give one of {', '.join(map(repr, known))}")
     for method in options.methods:
         if method == "forward" or not callable(getattr(type(model), method, None)):
             raise ValueError(f"methods: give methods of {name} other than forward, not {method!r}")
-    if options.engine not in (TORCH, AUTO, *ENGINES):
-        known = ", ".join(map(repr, (TORCH, AUTO, *ENGINES)))
-        raise ValueError(f"engine is {options.engine!r}; give one of {known}")
     if options.methods and not options.keep_model:
         raise ValueError("keep_model=False keeps one graph, of the forward: leave methods empty")
     if options.engine != TORCH and not options.keep_model:
