@@ -95,8 +95,8 @@ def prepare(
     named: Mapping[str, Any],
     free: Sizes,
     options: Options,
-    ask: Callable[[], object] = bool,
-    enter: Callable[[str], object] = bool,
+    ask: Callable[[], object],
+    enter: Callable[[str], object],
 ) -> tuple[Lowered | None, GraphReport]:
     """Make a graph for these inputs.
 
