@@ -86,14 +86,13 @@ def computed_constant(graph_module: GraphModule, node: Node, known: dict[Node, A
         described = value is first and isinstance(graph.value_of(value), Tensor)
         return _empty(value) if described else computed_constant(graph_module, value, known)
 
-    args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
+    args, kwargs = map_arg((node.args, node.kwargs), value_of)
     with torch.inference_mode(False), torch.no_grad():
         if node.op == "get_attr":
             held = attribute(graph_module, str(node.target))
             known[node] = held.detach() if isinstance(held, nn.Parameter) else held.clone()
         else:
-            called = node.op == "call_module"
-            module = submodules.module_at(graph_module, str(node.target)) if called else None
+            module = graph.called_module(graph_module, node)
             known[node] = graph.called_with(node, module, args, kwargs)
     return known[node]
 

@@ -58,7 +58,7 @@ def draws(node: Node, module: nn.Module | None) -> bool:
     """Tell whether an operator of torch may draw random numbers: dropout outside of training does not."""
     branches = graph.branches_of(node.target)
     if branches:
-        return any(draws(n, _called(b, n)) for b in branches for n in b.graph.nodes)
+        return any(draws(n, graph.called_module(b, n)) for b in branches for n in b.graph.nodes)
     if Fact.RANDOM not in facts_of(node, module):
         return False
     if module is not None:
@@ -129,7 +129,7 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
         return ()
     branches = graph.branches_of(target)
     if branches:
-        quiet = all(written_by(n, _called(b, n)) == () for b in branches for n in b.graph.nodes)
+        quiet = all(written_by(n, graph.called_module(b, n)) == () for b in branches for n in b.graph.nodes)
         return () if quiet else tuple(node.all_input_nodes)
     if not (operators.is_torch_function(target) or operators.name_of(node)):
         return None if node.is_impure() else tuple(node.all_input_nodes)
@@ -141,10 +141,6 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
     if not _out(node) and node.is_impure(impure_random=False):
         return None
     return _out(node)
-
-
-def _called(branch: Any, node: Node) -> nn.Module | None:
-    return branch.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def _written_statistics(node: Node) -> tuple[Node, ...]:
@@ -167,18 +163,14 @@ def _written_by_schema(node: Node, target: Any) -> tuple[Node, ...]:
     for index, argument in enumerate(schema_of(target).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            torch.fx.node.map_arg(value, written.append)
+            written += graph.nodes_in(value)
     return tuple(written)
 
 
 def _out(node: Node) -> tuple[Node, ...]:
-    written: list[Node] = []
-    torch.fx.node.map_arg(node.kwargs.get("out"), written.append)
-    return tuple(written)
+    return tuple(graph.nodes_in(node.kwargs.get("out")))
 
 
 def _first_argument(node: Node) -> tuple[Node, ...]:
     """The tensor, or the list of tensors, that a call is about."""
-    written: list[Node] = []
-    torch.fx.node.map_arg(node.args[0] if node.args else dict(node.kwargs), written.append)
-    return tuple(written) + _out(node)
+    return (*graph.nodes_in(node.args[0] if node.args else node.kwargs), *_out(node))

@@ -157,19 +157,17 @@ def _outputs(body: Collection[Node], late: Collection[Node]) -> tuple[list[Node]
     for node in body:
         if any(n in varying or n not in body for n in node.all_input_nodes):
             varying.add(node)
-    needed = [n for node in late for n in node.all_input_nodes]
-    seen: set[Node] = set()
-    found: set[Node] = set()
-    while needed:
-        node = needed.pop()
-        if node in body and node not in seen:
-            seen.add(node)
-            is_view = Fact.VIEW in facts_of(_of_several(node))
-            if is_view or node not in varying or not isinstance(graph.value_of(node), Tensor):
-                needed += node.all_input_nodes
-            else:
-                found.add(node)
-    return [node for node in body if node in found], seen
+
+    def made_again(node: Node) -> bool:
+        is_view = Fact.VIEW in facts_of(_of_several(node))
+        return is_view or node not in varying or not isinstance(graph.value_of(node), Tensor)
+
+    def inside(node: Node) -> list[Node]:
+        return [n for n in node.all_input_nodes if n in body]
+
+    needed = (n for node in late for n in inside(node))
+    seen = {*graph.reached(needed, lambda node: inside(node) if made_again(node) else ())}
+    return [node for node in body if node in seen and not made_again(node)], seen
 
 
 def _check_effects(index: GraphIndex, inside: Collection[Node]) -> None:
@@ -241,9 +239,7 @@ def _body(
         if isinstance(value, torch.device | torch.dtype):
             known[node] = value
             continue
-        known[node] = made.node_copy(node, lambda n: n)
-        for place in ("args", "kwargs"):
-            setattr(known[node], place, torch.fx.node.map_arg(getattr(node, place), known.__getitem__))
+        known[node] = made.node_copy(node, known.__getitem__)
         if node.target is torch.cat:
             _without_empty(node, known)
     made.output(tuple(known[node] for node in outputs))

@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate, map_arg
 
+from fxopt.submodules import module_at
 from fxopt.torch_internals import (
     FakeTensor,
     enable_python_dispatcher,
@@ -25,6 +27,7 @@ from fxopt.torch_internals import (
 )
 
 T = TypeVar("T", bound=Hashable)
+V = TypeVar("V")
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size, torch.dtype, torch.device)
 """The types of values that are no tensors and hold none: numbers, and what describes tensors."""
@@ -106,11 +109,30 @@ def value_of(node: Node) -> Any:
     return value
 
 
-def called_with(node: Node, module: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of a call with other arguments; `module` is what a `call_module` node calls."""
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    function: Any = node.target if module is None else module
+def nodes_in(arguments: Any) -> list[Node]:
+    """The nodes among nested arguments, in order, and as often as they stand there."""
+    found: list[Node] = []
+    map_arg(arguments, found.append)
+    return found
+
+
+def leaf_arguments(call: Any) -> list[Any]:
+    """The leaves of the arguments of a node, or of what has its fields: nodes, numbers, dtypes and others."""
+    found: list[Any] = []
+    map_aggregate((call.args, call.kwargs), found.append)
+    return found
+
+
+def called_module(root: nn.Module, node: Node) -> nn.Module | None:
+    """The module that a node of a graph calls; `None` for nodes that call none."""
+    return module_at(root, str(node.target)) if node.op == "call_module" else None
+
+
+def called_with(call: Any, module: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of a call, which is a node or has its fields, with other arguments; `module` is what a `call_module` calls."""
+    if call.op == "call_method":
+        return getattr(args[0], call.target)(*args[1:], **kwargs)
+    function: Any = call.target if module is None else module
     return function(*args, **kwargs)
 
 
@@ -138,6 +160,19 @@ def reached(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> Iterat
         new = [other for other in dict.fromkeys(following(each)) if other not in seen]
         seen.update(new)
         pending += new
+
+
+def grouped(pairs: Iterable[tuple[T, V]]) -> dict[T, list[V]]:
+    """The second entries of pairs by the first, each in the order of the pairs.
+
+    Example:
+        >>> grouped([("a", 1), ("b", 2), ("a", 3)])
+        {'a': [1, 3], 'b': [2]}
+    """
+    found: dict[T, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def holds(node: Node, condition: Callable[[Tensor], bool]) -> bool:
@@ -198,9 +233,13 @@ def source_line(node: Node) -> str:
     return own[-1] if own else ""
 
 
-def origin_of(node: Node) -> dict[str, Any]:
-    """The metadata that says where in the model a node comes from, to give to a node that takes over some of its work."""
-    return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+ORIGIN = ("nn_module_stack", "stack_trace")
+"""The keys of the metadata that says where in the model a node comes from."""
+
+
+def origin_of(node: Any) -> dict[str, Any]:
+    """The metadata that says where in the model a node comes from, or what has its metadata."""
+    return {key: node.meta[key] for key in ORIGIN if key in node.meta}
 
 
 def place(node: Node) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from fxopt.graph import input_of, use_obstacle
+from fxopt.graph import grouped, input_of, use_obstacle
 from fxopt.memory import Memory, storage_of
 from fxopt.operators import hooks_of
 from fxopt.submodules import attribute, is_plain, prefixes, split_path
@@ -77,12 +77,8 @@ class GraphIndex:
 
         Calls with several arguments, or with an argument that is not a node, are left out.
         """
-        found: dict[Node, list[Node]] = {}
-        for call in self.calls_like(kind):
-            value = input_of(call, self.module(call))
-            if value is not None:
-                found.setdefault(value, []).append(call)
-        return found
+        pairs = ((input_of(call, self.module(call)), call) for call in self.calls_like(kind))
+        return grouped((value, call) for value, call in pairs if value is not None)
 
     @functools.cached_property
     def guard(self) -> Node | None:
@@ -261,18 +257,12 @@ class GraphIndex:
     @functools.cached_property
     def _calls(self) -> dict[int, list[Node]]:
         """The nodes that call each module, which its id stands for."""
-        found: dict[int, list[Node]] = {}
-        for call in self.calls_like(nn.Module):
-            found.setdefault(id(self.module(call)), []).append(call)
-        return found
+        return grouped((id(self.module(call)), call) for call in self.calls_like(nn.Module))
 
     @functools.cached_property
     def _names(self) -> dict[int, list[str]]:
         """The names of each module, which its id stands for."""
-        found: dict[int, list[str]] = {}
-        for name, module in self.modules.items():
-            found.setdefault(id(module), []).append(name)
-        return found
+        return grouped((id(module), name) for name, module in self.modules.items())
 
     @functools.cached_property
     def _first_calls(self) -> dict[str, Node]:
@@ -335,12 +325,11 @@ class GraphIndex:
     @functools.cached_property
     def _holders(self) -> dict[int, list[tuple[str, str, Tensor]]]:
         """For each storage, the tensors in it, with the path of the module that holds them and their qualified name."""
-        holders: dict[int, list[tuple[str, str, Tensor]]] = {}
-        for path, module in self.modules.items():
-            for name, tensor in _tensors(module).items():
-                where = f"{path}.{name}" if path else name
-                holders.setdefault(storage_of(tensor), []).append((path, where, tensor))
-        return holders
+        return grouped(
+            (storage_of(tensor), (path, f"{path}.{name}" if path else name, tensor))
+            for path, module in self.modules.items()
+            for name, tensor in _tensors(module).items()
+        )
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

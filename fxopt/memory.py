@@ -146,12 +146,8 @@ class Memory:
     @functools.cached_property
     def _reads(self) -> dict[int, list[Node]]:
         """For each memory of parameters and buffers, the nodes that read it."""
-        found: dict[int, list[Node]] = {}
-        for node in self._position:
-            if node.op == "get_attr":
-                for number in self._memory(node):
-                    found.setdefault(number, []).append(node)
-        return found
+        reads = (node for node in self._position if node.op == "get_attr")
+        return graph.grouped((number, node) for node in reads for number in self._memory(node))
 
     def is_pure(self, node: Node) -> bool:
         """Return True if `node` computes its value from its inputs only, without side effects or random numbers."""
@@ -228,10 +224,7 @@ class Memory:
     @functools.cached_property
     def _members(self) -> dict[int, list[Node]]:
         """The nodes of each set of values that may share memory."""
-        found: dict[int, list[Node]] = {}
-        for node, number in self._alias_sets.items():
-            found.setdefault(number, []).append(node)
-        return found
+        return graph.grouped((number, node) for node, number in self._alias_sets.items())
 
     @functools.cached_property
     def _tensor_nodes(self) -> set[Node]:

@@ -64,7 +64,7 @@ def described(graph_module: GraphModule, node: Node) -> Any:
 
     try:
         with describing(fakes[0]), torch.no_grad():
-            args, kwargs = map_arg(node.args, known), map_arg(node.kwargs, known)
+            args, kwargs = map_arg((node.args, node.kwargs), known)
             if node.op != "call_module":
                 return called_with(node, None, args, kwargs)
             module = submodules.module_at(graph_module, str(node.target))

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ from fxopt.memory_formats import channels_last
 from fxopt.submodules import with_parameters
 from fxopt.torch_internals import parameters_of
 from fxopt.version import __version__
+
+R = TypeVar("R")
 
 PLAIN = "plain"
 """The name of torch's own kernel among the others."""
@@ -200,17 +203,35 @@ def _random_layer(layer: nn.Module, generator: torch.Generator) -> nn.Module:
 
 
 def _times(runs: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, float]:
-    """The least time of each, taken in turns, so that a slow moment of the machine meets all."""
+    """The least time of each, with the weights of another layer in each turn."""
     for calls in runs.values():
         for call in calls:  # packs the weights
             call()
+
+    def seconds_of(calls: Sequence[Callable[[], object]], turn: int) -> float:
+        start = time.perf_counter()
+        calls[turn % len(calls)]()
+        return time.perf_counter() - start
+
+    return least_seconds(runs, seconds_of, _SECONDS, 100)
+
+
+def least_seconds(
+    runs: Mapping[str, R], seconds_of: Callable[[R, int], float], budget: float, most: int
+) -> dict[str, float]:
+    """The least time of each run, taken in turns, so that a slow moment of the machine meets all.
+
+    Args:
+        runs: what is timed, by name.
+        seconds_of: gives the time of a run, in seconds; it also gets the number of the turn.
+        budget: for how many seconds each run is timed, once there were three turns.
+        most: the largest number of turns.
+    """
     found = dict.fromkeys(runs, float("inf"))
     begun, turn = time.perf_counter(), 0
-    while turn < 3 or (turn < 100 and time.perf_counter() - begun < _SECONDS * len(runs)):
-        for name, calls in runs.items():
-            start = time.perf_counter()
-            calls[turn % len(calls)]()
-            found[name] = min(found[name], time.perf_counter() - start)
+    while turn < 3 or (turn < most and time.perf_counter() - begun < budget * len(runs)):
+        for name, run in runs.items():
+            found[name] = min(found[name], seconds_of(run, turn))
         turn += 1
     return found
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.fx.node import map_aggregate
 
 from fxopt import graph
 from fxopt.attention.attention_steps import Obstacle, described
@@ -106,24 +105,21 @@ class MaskReader:
 
     def _may_hold(self, least: float, mask: Node) -> bool:
         """Tell whether the graph writes such a number or a smaller one into a mask, or makes it by a logarithm."""
-        seen, pending = {mask}, [mask]
-        while pending:
-            node = pending.pop()
-            if node in self._finite:
-                continue
-            found: list[Any] = []
-            map_aggregate((node.args, node.kwargs), found.append)
+        made = {*graph.reached([mask], self._made_by)} - self._finite
+        for node in made:
+            found = graph.leaf_arguments(node)
             if node.op == "get_attr":
                 found.append(attribute(self._index.graph_module, str(node.target)))
             if any(_holds(each, least) for each in found) or name_of(node) in _LOGARITHMS:
                 return True
-            if node.op != "call_module" and Fact.MIXES not in facts_of(node):
-                made_by = (*node.all_input_nodes, *self._index.memory.writers(node))
-                new = [value for value in made_by if value not in seen]
-                seen.update(new)
-                pending += new
-        self._finite |= seen
+        self._finite |= made
         return False
+
+    def _made_by(self, node: Node) -> tuple[Node, ...]:
+        """The values that a value of a mask comes from; none where it is known to be finite, or mixed of many."""
+        if node in self._finite or node.op == "call_module" or Fact.MIXES in facts_of(node):
+            return ()
+        return (*node.all_input_nodes, *self._index.memory.writers(node))
 
     @functools.cached_property
     def _constants(self) -> Collection[Node]:

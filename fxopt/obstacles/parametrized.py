@@ -12,13 +12,9 @@ from torch.nn.utils import parametrize
 from fxopt import effects, submodules
 from fxopt.constants import is_watched
 from fxopt.graph_index import GraphIndex
+from fxopt.obstacles.scaling import LAYERS
 from fxopt.operators import hooks_of, is_torch_module
 from fxopt.torch_internals import BUFFERS, PARAMETERS, buffers_of, parameters_of
-
-_LAYERS = (
-    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
 
 
 def computes_weights(layer: nn.Module) -> bool:
@@ -35,7 +31,7 @@ def plain_obstacle(index: GraphIndex, node: Node) -> str | None:
     """Why a layer that computes its weights cannot become a plain one; None if it can."""
     layer = index.module(node)
     own = [part for part in layer.modules() if part is not layer]
-    if _kind(layer) not in _LAYERS:
+    if _kind(layer) not in LAYERS:
         return "it is no linear layer or convolution of torch"
     if not is_torch_module(layer) or any(map(hooks_of, own)) or effects.has_forward_hooks(layer):
         return "it has hooks, or a parametrization that is not torch's own"

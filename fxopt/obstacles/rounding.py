@@ -68,7 +68,7 @@ class Rounding:
         return None
 
     def _facts(self, node: Node) -> Fact:
-        return operators.facts_of(node, self._index.module(node) if node.op == "call_module" else None)
+        return operators.facts_of(node, self._index.called(node))
 
     @functools.cached_property
     def _floating(self) -> dict[Node, bool]:
@@ -110,9 +110,7 @@ def _keeps_error_small(user: Node, value: Node, facts: Fact) -> bool:
 
 def _is_first_alone(user: Node, value: Node) -> bool:
     """Tell whether a call takes a value as its first argument and nowhere else."""
-    others: list[Node] = []
-    torch.fx.node.map_arg((user.args[1:], user.kwargs), others.append)
-    return user.args[:1] == (value,) and value not in others
+    return user.args[:1] == (value,) and value not in graph.nodes_in((user.args[1:], user.kwargs))
 
 
 def _is_positive_integer(exponent: object) -> bool:

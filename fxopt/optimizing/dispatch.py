@@ -101,8 +101,8 @@ class _Graph:
 
     def tried(self, inputs: Inputs, exact: bool) -> Callable[[Any], None]:
         """Compute the outputs for copies; returns what compares them with those of the model, and notes whether the graph holds."""
-        kinds, copied = self.left.kinds(), inputs.copied()
-        found = self.lowered.function(*copied.args, **copied.kwargs)
+        kinds = self.left.kinds()
+        found = inputs.call(self.lowered.function)
 
         def compared(value: Any) -> None:
             expected = value, self.left.values()
@@ -148,11 +148,10 @@ class Graphs:
     Args:
         model: the model.
         options: what `optimize` was asked for.
-        dynamic: the sizes that are free in every graph of the forward, as `fxopt.trace` takes them; None to go by the calls.
     """
 
-    def __init__(self, model: nn.Module, options: Options, dynamic: Any = None) -> None:
-        self._model, self.options, self.dynamic = model, options, dynamic
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self._model, self.options = model, options
         self.called: dict[str, None] = {}  # methods that were called, and not optimized
         self._warned: dict[str, None] = {}
         self._uses = itertools.count(1)
@@ -249,8 +248,10 @@ class Graphs:
             book = self._found() or self._opened()
             made = [each for each in book.graphs if inputs.kind in each.kinds and each not in known]
             if not made and book.may_capture:
-                made = [*filter(None, [self._make(book, inputs, named, key, shapes, after)])]
-                if not made and len(book.without_graph) < _MOST_STRUCTURES:
+                graph = self._make(book, inputs, named, key, shapes, after)
+                if graph is not None:
+                    made = [graph]
+                elif len(book.without_graph) < _MOST_STRUCTURES:
                     book.without_graph |= {(key, shapes), plain} - {None}
         finally:
             lock.release()
@@ -267,9 +268,8 @@ class Graphs:
         again: bool = True,
     ) -> _Graph | None:
         """Make a graph for inputs that no graph fits; None where the model itself is to run. The lock is held."""
-        if self._varies(book, inputs, named) or (
-            len(book.structures) >= _MOST_STRUCTURES and key not in book.structures
-        ):
+        full = len(book.structures) >= _MOST_STRUCTURES and key not in book.structures
+        if self._varies(book, inputs, named) or full:
             return None
         structure = book.structures.setdefault(key, _Structure())
         for graph in book.graphs:
@@ -283,47 +283,45 @@ class Graphs:
             self._warn(inputs, structure.failures[-1])
             return None
         free = {each for others in structure.shapes for each in differing(shapes, others)}
-        dynamic = self.dynamic if inputs.method == "forward" else None
         with progress(f"optimize {type(self._model).__name__}", self.options.progress) as enter:
-            lowered, report = prepare(
-                self._model, inputs, dynamic, free, self.options, book.state.holds, enter
-            )
+            lowered, report = prepare(self._model, inputs, named, free, self.options, book.state.holds, enter)
         disagreement = self._disagreement(book, report)
         # Perhaps by its first run: models of transformers add hooks then.
         if again and disagreement == _CHANGED:
             return self._make(self._opened(), inputs, named, key, shapes, after, again=False)
         reason = report.reason or disagreement
         if lowered is None or reason:
-            refused = dataclasses.replace(report, reason=reason)
 
-            def note(_: Any) -> None:
+            def refuse(_: Any) -> None:
                 structure.shapes.add(shapes)
                 structure.refusals -= 1
-                book.refused.append(refused)
                 structure.failures.append(reason)
+                book.refused.append(dataclasses.replace(report, reason=reason))
                 self._warn(inputs, reason)
 
             structure.refusals += 1
-            after.append(note)
+            after.append(refuse)
             return None
         structure.shapes.add(shapes)
+        self._note_limits(inputs, structure, report)
+        asked_late = book.state if _is_launched(lowered, report, inputs) else None
+        left, kinds = LeftByCalls(lowered.assigned), {inputs.kind: None}
+        made = _Graph(lowered, report, structure, shapes, kinds, next(self._uses), asked_late, left)
+        book.graphs = (made, *book.graphs)
+        self._drop_unused()
+        return made
+
+    def _note_limits(self, inputs: Inputs, structure: _Structure, report: GraphReport) -> None:
+        """Note what a graph does not do that was asked for: free sizes, the precision, the engine."""
         if report.fixed:
             fixed = next(iter(report.fixed.values()))
             structure.failures.append(
                 f"each graph for its inputs holds for one size, {fixed}: pad the inputs to a few sizes, and optimize the model once "
                 "for each"
             )
+        engine = self.options.engine
         self._warn(inputs, report.unused or "", "computes in its own precision")
-        unfit = report.engines.get(self.options.engine, "")
-        self._warn(inputs, unfit, f"is computed by torch, not by {self.options.engine}")
-        asked_late = book.state if _is_launched(lowered, report, inputs) else None
-        left = LeftByCalls(lowered.assigned)
-        made = _Graph(
-            lowered, report, structure, shapes, {inputs.kind: None}, next(self._uses), asked_late, left
-        )
-        book.graphs = (made, *book.graphs)
-        self._drop_unused()
-        return made
+        self._warn(inputs, report.engines.get(engine, ""), f"is computed by torch, not by {engine}")
 
     def _varies(self, book: _Book, inputs: Inputs, named: dict[str, Any]) -> bool:
         """Tell whether an input is a number that has had many values, of which a graph holds one."""

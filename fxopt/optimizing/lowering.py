@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,29 +77,20 @@ class Lowered:
         return whole
 
 
-def lowered(traced: TracedModule, model: nn.Module | None = None, keep_model: bool = True) -> Lowered:
-    """Write the function of a graph; where a node switches modes, or the graph asks for more than its inputs, it is the graph itself.
+def lowered(traced: TracedModule, model: nn.Module, keep_model: bool) -> Lowered:
+    """Write the function of a graph, and give weights up that it does not need beside packed ones.
 
     Args:
         traced: the graph.
-        model: the model, whose own parameters stay; of others, a copy beside the packed one is given up. None: keep all.
+        model: the model, whose own parameters stay; of others, a copy beside the packed one is given up.
         keep_model: without it, a copy beside a packed one is given up of the model's own parameters, too.
     """
     packed: dict[str, Packed] = {}
     given_up: list[str] = []
-    index, function = GraphIndex(traced), cast("Function", traced)
-    effects = (index.memory.written_by(node) for node in index.nodes if node is not index.guard)
-    records = any(node.target == "requires_grad_" for node in index.nodes)
-    if not (traced.modes_read or traced.gradients_read or records or None in effects):
-        code = functions_of(traced, packed).python_code("self")
-        names = dict(code.globals)
-        exec(compile(code.src, f"<fxopt.optimize of {type(traced).__name__}>", "exec"), names)
-        function = functools.partial(names["forward"], traced)
-    if model is None:
-        return Lowered(traced, function, packed, (), ())
+    function = function_of(traced, packed)
     own = {*map(id, model.parameters() if keep_model else ())}
     uses = Counter(id(parameter) for _, parameter in traced.named_parameters(remove_duplicate=False))
-    uses.update(id(attribute(traced, str(n.target))) for n in index.nodes if n.op == "get_attr")
+    uses.update(id(attribute(traced, str(n.target))) for n in traced.graph.find_nodes(op="get_attr"))
     for path, weight in packed.items():
         layer: Any = traced.get_submodule(path)
         if weight.unpack is not None and id(layer.weight) not in own and uses[id(layer.weight)] == 1:
@@ -108,20 +99,37 @@ def lowered(traced: TracedModule, model: nn.Module | None = None, keep_model: bo
             )
             del layer.__dict__["_packed"]  # it holds the weight that it was made of
             given_up.append(path)
-    assigned = [(model.get_submodule(path), name) for path, name in traced.meta.get(ASSIGNED, ())]
-    return Lowered(traced, function, packed, tuple(given_up), assigned)
+    return Lowered(traced, function, packed, tuple(given_up), assigned_attributes(traced, model))
 
 
-def functions_of(traced: TracedModule, packed: dict[str, Packed]) -> Graph:
-    """Write a graph with functions in the place of modules, under the names of the nodes that called them.
+def assigned_attributes(traced: TracedModule, model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The module and the name of each attribute that a run of a graph assigns, of its model or a copy."""
+    return [(model.get_submodule(path), name) for path, name in traced.meta.get(ASSIGNED, ())]
+
+
+def function_of(traced: TracedModule, packed: dict[str, Packed]) -> Function:
+    """Write the function of a graph; where a node switches modes, or the graph asks for more than its inputs, it is the graph itself.
 
     Args:
         traced: the graph.
-        packed: takes the packed weights that the functions compute with, by the names of their layers.
+        packed: takes the packed weights that the function computes with, by the names of their layers.
     """
-    index, made = GraphIndex(traced), Graph()
+    index = GraphIndex(traced)
+    effects = (index.memory.written_by(node) for node in index.nodes if node is not index.guard)
+    records = any(node.target == "requires_grad_" for node in index.nodes)
+    if traced.modes_read or traced.gradients_read or records or None in effects:
+        return traced
+    code = _without_modules(index, packed).python_code("self")
+    names = dict(code.globals)
+    exec(compile(code.src, f"<fxopt.optimize of {type(traced).__name__}>", "exec"), names)
+    return functools.partial(names["forward"], traced)
+
+
+def _without_modules(index: GraphIndex, packed: dict[str, Packed]) -> Graph:
+    """Write a graph with functions in the place of modules, under the names of the nodes that called them."""
+    made = Graph()
     known: dict[Node, Node] = {}
-    for node in traced.graph.nodes:
+    for node in index.nodes:
         if node.op == "call_module":
             function, args, kwargs = _call(index, node, packed)
             args, kwargs = torch.fx.node.map_arg((args, kwargs), known.__getitem__)

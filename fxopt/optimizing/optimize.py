@@ -94,10 +94,10 @@ def optimize(
         True
     """
     names = (methods,) if isinstance(methods, str) else tuple(methods)
-    options = Options(precision, tune, keep_model, max_graphs, wait, names, engine, progress)
+    options = Options(precision, tune, keep_model, max_graphs, wait, names, engine, progress, dynamic_shapes)
     _check(model, options)
-    _check_inputs(model, args, kwargs, dynamic_shapes, keep_model)
-    fast = _standing_for(model, options, dynamic_shapes)
+    _check_inputs(model, args, kwargs, options)
+    fast = _standing_for(model, options)
     graphs: Graphs = getattr(fast, GRAPHS)
     made = graphs.make(Inputs(tuple(args), dict(kwargs or {}))) if args or kwargs else None
     return fast if keep_model else _Alone(made, graphs.report)  # type: ignore[return-value]
@@ -119,15 +119,12 @@ def _check(model: Any, options: Options) -> None:
         )
     if original(model) is not model:
         raise PassError("this module is optimized already: give optimize the model, which fxopt.undo returns")
-    if options.precision not in PRECISIONS:
-        known = ", ".join(map(repr, PRECISIONS))
-        raise ValueError(f"precision is {options.precision!r}; give one of {known}")
+    for option, known in {"precision": PRECISIONS, "engine": (TORCH, AUTO, *ENGINES)}.items():
+        if (value := getattr(options, option)) not in known:
+            raise ValueError(f"{option} is {value!r}; give one of {', '.join(map(repr, known))}")
     for method in options.methods:
         if method == "forward" or not callable(getattr(type(model), method, None)):
             raise ValueError(f"methods: give methods of {name} other than forward, not {method!r}")
-    if options.engine not in (TORCH, AUTO, *ENGINES):
-        known = ", ".join(map(repr, (TORCH, AUTO, *ENGINES)))
-        raise ValueError(f"engine is {options.engine!r}; give one of {known}")
     if options.methods and not options.keep_model:
         raise ValueError("keep_model=False keeps one graph, of the forward: leave methods empty")
     if options.engine != TORCH and not options.keep_model:
@@ -140,10 +137,10 @@ def _check(model: Any, options: Options) -> None:
         raise ValueError(f"max_graphs is {options.max_graphs!r}; give a number of graphs, 1 or more")
 
 
-def _check_inputs(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any, keep_model: bool) -> None:
+def _check_inputs(model: nn.Module, args: Any, kwargs: Any, options: Options) -> None:
     fault = why_no_inputs(args, kwargs)
     if not (fault or args or kwargs):
-        if keep_model:
+        if options.keep_model:
             return
         fault = "keep_model=False keeps the graph for example inputs: give optimize some"
     if fault:
@@ -155,21 +152,22 @@ def _check_inputs(model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any,
     except TypeError as error:
         name = type(model).__name__
         raise TypeError(f"the example inputs do not fit the forward of {name}: {error}") from None
-    unknown = set(dynamic_shapes) - {*given, *(kwargs or {})} if isinstance(dynamic_shapes, Mapping) else ()
+    named = options.dynamic_shapes if isinstance(options.dynamic_shapes, Mapping) else ()
+    unknown = {*named} - {*given, *(kwargs or {})}
     if unknown:
         raise TypeError(f"dynamic_shapes names {sorted(unknown, key=str)}; the inputs are {[*given]}")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise PassError("the model has weights on the meta device, which cannot be measured: load them first")
 
 
-def _standing_for(model: M, options: Options, dynamic_shapes: Any) -> M:
+def _standing_for(model: M, options: Options) -> M:
     """A module that shares the `__dict__` of the model, and computes its forward by graphs; its class is a subclass of the model's."""
     own = tuple(name for name in ("report", "refresh") if not hasattr(model, name))
     kind: Any = type(model)
     fast: Any = object.__new__(_optimized_class(kind, own, options.methods))
     object.__setattr__(fast, "__dict__", vars(model))
     object.__setattr__(fast, STANDS_FOR, model)
-    object.__setattr__(fast, GRAPHS, Graphs(model, options, dynamic_shapes))
+    object.__setattr__(fast, GRAPHS, Graphs(model, options))
     return fast  # type: ignore[no-any-return]
 
 
@@ -236,7 +234,7 @@ class _Optimized:
         graphs: Graphs | None = getattr(self, GRAPHS, None)
         if graphs is None:
             return super().__reduce_ex__(protocol)
-        return _standing_for, (original(self), graphs.options, graphs.dynamic)
+        return _standing_for, (original(self), graphs.options)
 
 
 @functools.lru_cache(maxsize=256)
@@ -289,9 +287,9 @@ def _optimized_encoder(method: Any) -> Any:
             return encoder
         with contextlib.suppress(FxoptError):  # such as a module that torch.compile wraps
             if id(encoder) not in graphs.parts:
-                options = dataclasses.replace(graphs.options, methods=())
+                options = dataclasses.replace(graphs.options, methods=(), dynamic_shapes=None)
                 _check(encoder, options)
-                graphs.parts[id(encoder)] = _standing_for(encoder, options, None)
+                graphs.parts[id(encoder)] = _standing_for(encoder, options)
         return graphs.parts.get(id(encoder), encoder)
 
     return get_encoder

@@ -24,7 +24,7 @@ from fxopt.errors import FxoptError
 from fxopt.float64 import run_in_float64
 from fxopt.kernels import PACKED
 from fxopt.optimizing.inputs import Inputs, Sizes, dynamic_shapes, text_of
-from fxopt.optimizing.lowering import Lowered, lowered
+from fxopt.optimizing.lowering import Lowered, function_of, lowered
 from fxopt.optimizing.report import GraphReport
 from fxopt.optimizing.trial import Failed, Trial, Unused, fastest, speedup
 from fxopt.packing import Tune
@@ -85,23 +85,24 @@ class Options:
     methods: tuple[str, ...] = ()
     engine: str = TORCH
     progress: bool = True
+    dynamic_shapes: Any = None
 
 
 @torch.no_grad()
 def prepare(
     model: nn.Module,
     inputs: Inputs,
-    dynamic: Any,
+    named: Mapping[str, Any],
     free: Sizes,
     options: Options,
-    ask: Callable[[], object] = bool,
-    enter: Callable[[str], object] = bool,
+    ask: Callable[[], object],
+    enter: Callable[[str], object],
 ) -> tuple[Lowered | None, GraphReport]:
     """Make a graph for these inputs.
 
     Args:
-        dynamic: the sizes that the user leaves free, as `fxopt.trace` takes them; None where `free` says which.
-        free: the sizes that differ from call to call.
+        named: the inputs by the names of the parameters of the method.
+        free: the sizes that differ from call to call, where the user does not say which are free.
         ask: what is asked before each call of the graph, such as whether the model is as it was; it counts as time of the graph.
         enter: takes the name of each stage when it begins.
 
@@ -111,50 +112,17 @@ def prepare(
     Raises:
         Exception: what the model raises for these inputs.
     """
-    start, eager, made = time.perf_counter(), getattr(model, inputs.method), None
+    start, made = time.perf_counter(), None
     facts: dict[str, Any] = {"fixed": {}}
-    named = inputs.named(eager)
     try:
         _check(model)
         enter("capture")
-        guessed = free if dynamic is None else set()
-        traced = _captured(
-            model, inputs, dynamic_shapes(named, guessed) if guessed else dynamic, guessed, facts
-        )
-        places = traced.meta.get(ASSIGNED, ())
-        trial = Trial(model, traced, inputs)
-        own = trial.own(eager)
-        facts["assigned"] = [*places, *trial.places]
-        if places:
-            if not options.keep_model:
-                raise Unused(f"the forward assigns {places[0][1]!r} to the model, which is not kept")
-            own = own, trial.assigned(model)
-        enter("reference in float64")
-        exact = run_in_float64(traced, inputs.bound(traced))
-        _check_captured(exact, own, traced, trial)
-
-        def judge(computed: Lowered, facts: dict[str, Any]) -> None:
-            _judge(exact, own, trial.run(computed.function), options.precision, facts, trial.moved)
-
-        enter("passes and kernels")
-        made, portable = _rewritten(model, traced, options, facts)
-        judge(made, facts)
-        if portable is not None:
-            enter(f"engine {options.engine}")
-            made = _by_engine(made, portable, judge, trial, inputs, options, facts)
-        if options.tune:
-            enter("timing")
-            runs = trial.repeatable(eager), trial.repeatable(made, ask), inputs
-            for _ in range(MOST_TIMINGS):  # others that compute on this machine may slow down one of the two
-                facts["speedup"] = max(facts.get("speedup", 0.0), speedup(*runs))
-                if facts["speedup"] >= LEAST_SPEEDUP:
-                    break
-            else:
-                raise Unused("the graph is slower than eager")
+        traced = _captured(model, inputs, named, free, options, facts)
+        made = _checked(model, traced, inputs, options, ask, enter, facts)
     except Failed as error:
         raise error.__cause__ or error from None
     except Exception as error:  # the model can still run, and whoever reads the report can tell us
-        made, facts["reason"] = None, str(error)
+        facts["reason"] = str(error)
         if not isinstance(error, Unused):
             first = str(error).partition("\n")[0]
             facts["reason"] = (
@@ -164,6 +132,52 @@ def prepare(
     text = text_of(named, free if made is None else guard_of(made.traced).free_sizes)
     title = text if inputs.method == "forward" else f"{inputs.method}({text})"
     return made, GraphReport(title, seconds=time.perf_counter() - start, **facts)
+
+
+def _checked(
+    model: nn.Module,
+    traced: TracedModule,
+    inputs: Inputs,
+    options: Options,
+    ask: Callable[[], object],
+    enter: Callable[[str], object],
+    facts: dict[str, Any],
+) -> Lowered:
+    """The graph behind all passes as a function that is as exact as the model, and not slower; raises Unused where it is not.
+
+    `facts` takes what the report says of it.
+    """
+    trial = Trial(model, traced, inputs)
+    own = trial.own()
+    places = traced.meta[ASSIGNED]
+    facts["assigned"] = [*places, *trial.places]
+    if places:
+        if not options.keep_model:
+            raise Unused(f"the forward assigns {places[0][1]!r} to the model, which is not kept")
+        own = own, trial.assigned(model)
+    enter("reference in float64")
+    exact = run_in_float64(traced, inputs.bound(traced))
+    _check_captured(exact, own, traced, trial)
+
+    def judge(computed: Lowered, facts: dict[str, Any]) -> None:
+        _judge(exact, own, trial.run(computed.function), options.precision, facts, trial.moved)
+
+    enter("passes and kernels")
+    made, portable = _rewritten(model, traced, options, facts)
+    judge(made, facts)
+    if portable is not None:
+        enter(f"engine {options.engine}")
+        made = _by_engine(made, portable, judge, trial, inputs, options, facts)
+    if options.tune:
+        enter("timing")
+        runs = trial.repeatable(getattr(model, inputs.method)), trial.repeatable(made, ask), inputs
+        for _ in range(MOST_TIMINGS):  # others that compute on this machine may slow down one of the two
+            facts["speedup"] = max(facts.get("speedup", 0.0), speedup(*runs))
+            if facts["speedup"] >= LEAST_SPEEDUP:
+                break
+        else:
+            raise Unused("the graph is slower than eager")
+    return made
 
 
 def _check(model: nn.Module) -> None:
@@ -180,9 +194,18 @@ def _check(model: nn.Module) -> None:
 
 
 def _captured(
-    model: nn.Module, inputs: Inputs, dynamic: Any, guessed: Sizes, facts: dict[str, Any]
+    model: nn.Module,
+    inputs: Inputs,
+    named: Mapping[str, Any],
+    free: Sizes,
+    options: Options,
+    facts: dict[str, Any],
 ) -> TracedModule:
-    """The model's graph; where it cannot be captured with `guessed` sizes free, with fixed ones."""
+    """The model's graph; where it cannot be captured with sizes free that differ from call to call, with fixed ones."""
+    dynamic = options.dynamic_shapes if inputs.method == "forward" else None
+    guessed = free if dynamic is None else set()
+    if guessed:
+        dynamic = dynamic_shapes(named, guessed)
     try:
         traced = trace_method(model, inputs.method, inputs.args, inputs.kwargs, dynamic)
     except FxoptError as error:
@@ -190,7 +213,7 @@ def _captured(
         if not guessed:
             raise Unused(reason) from error
         facts["fixed"] = dict.fromkeys(guessed, f"because with free sizes {reason}")
-        return _captured(model, inputs, None, set(), facts)
+        return _captured(model, inputs, named, set(), options, facts)
     guard = guard_of(traced)
     guard.fix_dtypes()
     fixed = ((number, dim, line) for number, each in enumerate(guard.tensors) for dim, line in each.fixed_by)
@@ -244,7 +267,7 @@ def _by_engine(
                 raise Unfit(reason or "it does not compute int8")
             whole, engine = with_engine(portable, name)
             computed = dataclasses.replace(
-                made, traced=portable, function=lowered(whole).function, packed={}, given_up=()
+                made, traced=portable, function=function_of(whole, {}), packed={}, given_up=()
             )
             judge(computed, judged.setdefault(name, {}))
             found[name], engine.in_use = computed, True

@@ -14,14 +14,16 @@ from torch.fx import Node
 
 from fxopt import effects, graph
 from fxopt.capture import TracedModule
-from fxopt.capture.runtime.traced_module import ASSIGNED, BY_FIRST_CALL
+from fxopt.capture.runtime.traced_module import BY_FIRST_CALL
 from fxopt.compare import norm_error, unlike
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import version_of
 from fxopt.objects import tensors_in
 from fxopt.optimizing.inputs import Inputs
+from fxopt.optimizing.lowering import assigned_attributes
 from fxopt.outputs import mapped, restored, same_bits
 from fxopt.submodules import parts, split_path, tensors_of
+from fxopt.tuning import least_seconds
 
 Function = Callable[..., Any]
 
@@ -72,11 +74,11 @@ class Trial:
             if writer is not None:
                 raise Unused(f"a call may write into a constant of the graph, at {graph.place(writer)}")
 
-    def own(self, eager: Function) -> Any:
+    def own(self) -> Any:
         """The outputs of the model's own method."""
         before = [(path, vars(layer), dict(vars(layer))) for path, layer in self._model.named_modules()]
         try:
-            value, self._left = self._run(eager)
+            value, self._left = self._run(getattr(self._model, self._inputs.method))
         except Unused:
             raise
         except Exception as error:
@@ -113,13 +115,12 @@ class Trial:
         memo = {id(tensor): neighbour(tensor) for _, tensor in tensors_of({"": self._model})}
         copied = copy.deepcopy(self._model, memo)
         value = self._inputs.call(getattr(copied, self._inputs.method))
-        return (value, self.assigned(copied)) if self._traced.meta.get(ASSIGNED) else value
+        left = self.assigned(copied)
+        return (value, left) if left else value
 
     def assigned(self, model: nn.Module) -> tuple[Any, ...]:
         """The values of the attributes that the forward assigns, of the model or a copy."""
-        return tuple(
-            getattr(model.get_submodule(path), name) for path, name in self._traced.meta.get(ASSIGNED, ())
-        )
+        return tuple(getattr(module, name) for module, name in assigned_attributes(self._traced, model))
 
     def repeatable(self, function: Function, ask: Callable[[], object] = bool) -> Function:
         """A function that puts back what each call writes, and asks something before."""
@@ -164,13 +165,7 @@ def speedup(model: Function, computed: Function, inputs: Inputs) -> float:
 
 def _in_turns(functions: Mapping[str, Function], inputs: Inputs) -> dict[str, float]:
     """The least seconds of each function, in rounds in which all of them run: what others compute only makes a run longer."""
-    times = dict.fromkeys(functions, float("inf"))
-    begun, rounds = time.perf_counter(), 0
-    while rounds < 3 or (rounds < 50 and time.perf_counter() - begun < _SECONDS * len(functions)):
-        for name, function in functions.items():
-            times[name] = min(times[name], _seconds(function, inputs))
-        rounds += 1
-    return times
+    return least_seconds(functions, lambda function, _: _seconds(function, inputs), _SECONDS, 50)
 
 
 def _seconds(function: Function, inputs: Inputs, again: bool = True) -> float:

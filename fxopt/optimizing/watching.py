@@ -115,11 +115,14 @@ class State:
             return False  # a forward may iterate over a dict; over the attributes of a module hardly
         for key in then.keys() | current.keys():
             old, new = then.get(key, _PLAIN), current.get(key, _PLAIN)
+            if old is new:
+                continue
             _, left = self._assigned.get((id(now), key), (None, None))
-            plain = isinstance(new, _PLAIN)
-            if plain and not _is_same(old, new) and _written(new) not in (left or ()):
-                return False
-            if not plain and old is not new and left is None and key not in DERIVED_FROM_GRAPH:
+            if isinstance(new, _PLAIN):
+                same = _written(old) == _written(new) or _written(new) in (left or ())
+            else:
+                same = left is not None or key in DERIVED_FROM_GRAPH
+            if not same:
                 return False
         return True
 
@@ -161,12 +164,6 @@ def _left(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     return _written(value) if isinstance(value, _PLAIN) else id(value)
-
-
-def _is_same(old: Any, new: Any) -> bool:
-    return old is new or (
-        isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and _written(old) == _written(new)
-    )
 
 
 def _written(value: Any) -> tuple[Any, ...]:

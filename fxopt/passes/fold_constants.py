@@ -75,7 +75,7 @@ class FoldConstants(ReversibleRewrite[Node]):
 
     def apply(self, rewriter: Rewriter, site: Node) -> Node:
         """Compute the constant, let a buffer take its place, and erase what nothing needs any more."""
-        called = rewriter.graph_module.get_submodule(str(site.target)) if site.op == "call_module" else None
+        called = graph.called_module(rewriter.graph_module, site)
         if called is not None and computes_weights(called):
             rewriter.replace_module(str(site.target), with_computed_weights(called))
             return site

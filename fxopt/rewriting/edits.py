@@ -51,7 +51,7 @@ class NodeState:
     def of(cls, node: Any, names: Mapping[Node, str] = types.MappingProxyType({})) -> NodeState:
         """Describe a node, or what has its fields; `names` are other names of nodes."""
         name: Any = lambda value: Reference(names.get(value, value.name))  # noqa: E731
-        return cls(node.op, node.target, map_arg(node.args, name), map_arg(node.kwargs, name))
+        return cls(node.op, node.target, *map_arg((node.args, node.kwargs), name))
 
     def differs(self, other: NodeState | Node) -> list[str]:
         """The fields in which a node is not as this one."""
@@ -75,7 +75,7 @@ class NodeState:
         def found(value: Any) -> Any:
             return given(value.name) if type(value) is Reference else value
 
-        return map_aggregate(self.args, found), map_aggregate(self.kwargs, found)
+        return map_aggregate((self.args, self.kwargs), found)
 
     def resolved(self, nodes: Mapping[str, Node]) -> dict[str, Any]:
         """The fields, with the nodes themselves among the arguments."""

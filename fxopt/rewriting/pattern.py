@@ -394,7 +394,7 @@ def _traced(pass_: Pattern, method: str, values: Mapping[str, Any]) -> _Traced:
         known = (name for name, value in values.items() if value is module)
         target = next(known, f"new_{id(module)}")
         modules[target] = module
-        given = map_aggregate(args, node_of), map_aggregate(kwargs, node_of)
+        given = map_aggregate((args, kwargs), node_of)
         return Proxy(made.call_module(target, *given), tracer)
 
     given = {

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
-from torch.fx.node import map_aggregate
 
 from fxopt import effects, graph, operators
 from fxopt.operators import Fact
@@ -124,13 +123,14 @@ class Piece:
         """Tell whether weights that were rounded took the place of others, or a node names a dtype."""
         dtypes = [w.dtype for value in self.put.values() for w in weights_of(value) if w.is_floating_point()]
         states = (*self.before.values(), *self.after.values())
-        dtypes += [v for state in states for v in _leaves(state) if isinstance(v, torch.dtype)]
+        dtypes += [v for state in states for v in graph.leaf_arguments(state) if isinstance(v, torch.dtype)]
         return any(dtype != torch.float64 for dtype in dtypes)
 
     @property
     def constants(self) -> list[int | float]:
         """The numbers among the arguments."""
-        found = [v for state in self.before.values() for v in _leaves(state) if type(v) in (int, float)]
+        leaves = (v for state in self.before.values() for v in graph.leaf_arguments(state))
+        found = [v for v in leaves if type(v) in (int, float)]
         return list(dict.fromkeys(found))
 
     @property
@@ -259,9 +259,3 @@ def _is_inexact(node: Node) -> bool:
 def weights_of(value: Any) -> Iterator[Tensor]:
     """The tensor itself, or the parameters and buffers of a module."""
     return (tensor for _, tensor in tensors_of({"": value}))
-
-
-def _leaves(state: NodeState) -> list[Any]:
-    found: list[Any] = []
-    map_aggregate((state.args, state.kwargs), found.append)
-    return found

@@ -50,7 +50,8 @@ def _direct_back(edit: Redirect, old: Node, new: Node, nodes: NodesByName) -> No
 
 
 def _erase_again(edit: NodeEdit, nodes: NodesByName) -> None:
-    node = nodes.pop(edit.name) if edit.name in nodes else nodes[edit.name]
+    node = nodes[edit.name]
+    del nodes[edit.name]
     _check(edit, node)
     if node.users:
         raise _changed(f"{node.name}, which {', '.join(user.name for user in node.users)} uses now,", node)

@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxopt.errors import PassError, UndoError
+from fxopt.graph import origin_of
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Swapped, picklable, target_text
 from fxopt.torch_internals import modules_of, used_names
 
@@ -105,9 +106,7 @@ def _portable(edit: Edit) -> Edit:
     """A change without metadata that means nothing in another process, as fake tensors."""
     if not isinstance(edit, NodeEdit):
         return edit
-    return dataclasses.replace(
-        edit, meta={k: v for k, v in edit.meta.items() if k in ("nn_module_stack", "stack_trace")}
-    )
+    return dataclasses.replace(edit, meta=origin_of(edit))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxopt.errors import PassError
-from fxopt.graph import free_name
+from fxopt.graph import free_name, grouped
 from fxopt.memory import storage_of
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Swap, renamed
 from fxopt.rewriting.record import RECORD, PassRecord, orders_of, set_steps, steps_of
@@ -201,10 +201,7 @@ class Snapshot:
 
     def parted(self) -> list[str]:
         """Names of one tensor that are no names of one tensor any more; empty if all ties are as they were."""
-        names = dict[int, list[str]]()
-        for path, value in self.held.items():
-            if isinstance(value, Tensor):
-                names.setdefault(id(value), []).append(path)
+        names = grouped((id(value), path) for path, value in self.held.items() if isinstance(value, Tensor))
         groups = [group for group in names.values() if len(group) > 1]
         now = Snapshot(self.graph_module).held if groups else {}
         return next((group for group in groups if len({id(now.get(path)) for path in group}) > 1), [])
@@ -294,7 +291,7 @@ class Snapshot:
             node = given(row.node)
             if copies or not row.is_unchanged():
                 node.op, node.target, node.type = row.op, row.target, row.type
-                node.args, node.kwargs = map_arg(row.args, given), map_arg(row.kwargs, given)
+                node.args, node.kwargs = map_arg((row.args, row.kwargs), given)
             node.meta.clear()
             node.meta.update(row.meta)
             if previous.next is not node:
@@ -333,11 +330,9 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
 
     @functools.cached_property
     def _names(self) -> dict[int, list[tuple[str, Tensor]]]:
-        found: dict[int, list[tuple[str, Tensor]]] = {}
-        for name, value in self._snapshot.held.items():
-            if isinstance(value, Tensor):
-                found.setdefault(storage_of(value), []).append((name, value))
-        return found
+        held = self._snapshot.held.items()
+        tensors = ((name, value) for name, value in held if isinstance(value, Tensor))
+        return grouped((storage_of(tensor), (name, tensor)) for name, tensor in tensors)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema, kwargs = schema_of(operator), kwargs or {}

@@ -329,13 +329,9 @@ class _Stopped(Exception):
 
 
 def _called(state: NodeState, standing: Any, args: Any, kwargs: Any) -> Any:
-    if state.op == "call_function":
-        return state.target(*args, **kwargs)
-    if state.op == "call_method":
-        return getattr(args[0], state.target)(*args[1:], **kwargs)
-    if state.op == "output":
-        return args[0]
-    return standing(*args, **kwargs) if state.op == "call_module" else standing
+    if state.op.startswith("call"):
+        return graph.called_with(state, standing, args, kwargs)
+    return args[0] if state.op == "output" else standing
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

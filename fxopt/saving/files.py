@@ -48,7 +48,7 @@ def _put_in_place(folder: Path, graph: Path, weights: Path, target: Path) -> Non
     """Rename the new files, the weights first: whoever reads the folder meanwhile finds those that its graph names."""
     old = target
     with contextlib.suppress(LoadError):  # there is none, or it is not of fxopt
-        old = weights_file(folder, _document(folder / GRAPH).get("weights"))
+        old = weights_file(folder, _document(folder).get("weights"))
     was_there = target.exists()
     os.replace(weights, target)
     try:
@@ -64,11 +64,11 @@ def _put_in_place(folder: Path, graph: Path, weights: Path, target: Path) -> Non
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The document and the tensors; LoadError where a file is missing, damaged or of another format."""
     while True:
-        document = _document(folder / GRAPH)
+        document = _document(folder)
         try:
             return document, _tensors(weights_file(folder, document.get("weights")), document)
         except LoadError:
-            if _document(folder / GRAPH) == document:  # no other save has replaced both meanwhile
+            if _document(folder) == document:  # no other save has replaced both meanwhile
                 raise
 
 
@@ -94,7 +94,8 @@ def _tensors(path: Path, document: Mapping[str, Any]) -> dict[str, Tensor]:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
-def _document(path: Path) -> dict[str, Any]:
+def _document(folder: Path) -> dict[str, Any]:
+    path = folder / GRAPH
     with _explained(path):
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         number, seal = document["format"], document.pop("sha256", None)

@@ -67,9 +67,6 @@ MEMBERS = {
 OF_GUARDS = ("inputs", "alternatives", "decisions")
 """The attributes of an `InputGuard` of which its constructor makes the others."""
 
-ORIGIN = ("nn_module_stack", "stack_trace")
-"""The metadata that says where in the model a node comes from."""
-
 _BARE = {*vars(nn.Module()), COMPILED} - {"training"}
 _DERIVED = {*vars(GraphModule(nn.Module(), torch.fx.Graph())), *DERIVED_FROM_GRAPH, "_containers"}
 

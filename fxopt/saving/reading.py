@@ -16,6 +16,7 @@ from fxopt.capture.runtime.input_specs import NumberSpec, TensorSpec
 from fxopt.capture.runtime.size_guards import SizeGuard
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.effects import is_write
+from fxopt.graph import ORIGIN
 from fxopt.rewriting.edits import FIELDS, NodeState, Reference, Swapped
 from fxopt.rewriting.record import MARKS, PassRecord, Step, set_steps
 from fxopt.rewriting.transformation import Transformation
@@ -30,7 +31,6 @@ from fxopt.saving.kinds import (
     MEMBERS,
     OF_GUARDS,
     OF_SEVERAL_PARTS,
-    ORIGIN,
     PARTS,
     no_attributes,
 )

@@ -19,7 +19,7 @@ from torch.fx.node import map_aggregate
 
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.traced_module import TracedModule
-from fxopt.graph import place
+from fxopt.graph import origin_of, place
 from fxopt.objects import qualified_name
 from fxopt.rewriting.edits import NodeEdit, NodeState, Reference, Swapped
 from fxopt.rewriting.record import MARKS, PassRecord, Step, orders_of, steps_of
@@ -27,7 +27,7 @@ from fxopt.rewriting.transformation import Transformation
 from fxopt.rewriting.weights import Keep
 from fxopt.saving.allowed import CONSTANTS, Names, Refused, within
 from fxopt.saving.calls import check_node
-from fxopt.saving.kinds import ANNOTATIONS, DATA, GRAPHS, MEMBERS, OF_GUARDS, ORIGIN, PARTS, no_attributes
+from fxopt.saving.kinds import ANNOTATIONS, DATA, GRAPHS, MEMBERS, OF_GUARDS, PARTS, no_attributes
 from fxopt.saving.tensors import TensorTable
 from fxopt.torch_internals import non_persistent_of
 
@@ -135,7 +135,7 @@ class Writer:
         with within(place(node)):
             state = vars(NodeState.of(node))
             check_node(self._names, **state)
-            origin = json.dumps(self.write(_origin(node.meta)))
+            origin = json.dumps(self.write(_origin(node)))
             return {
                 **self._members(state),
                 "name": node.name,
@@ -171,7 +171,7 @@ class Writer:
         if vars(value) and not described:  # a pass of a user, of which nothing says how it is made
             raise Refused(f"a {name}, which has attributes and is no dataclass")
         if isinstance(value, NodeEdit):
-            fields["meta"] = _origin(value.meta)
+            fields["meta"] = _origin(value)
         elif isinstance(value, Step):
             made = value.transformation  # bytes out of a pickle; the changes are known without it
             known = isinstance(made, Transformation) and not self._refusal(made)
@@ -184,7 +184,7 @@ class Writer:
         return [name, self._members(fields), *undone_by]
 
 
-def _origin(meta: Mapping[str, Any]) -> dict[str, Any]:
+def _origin(node: Node | NodeEdit) -> dict[str, Any]:
     """Where in the model a node comes from: classes by their names, as torch.export has them."""
     name: Any = lambda value: qualified_name(value) if isinstance(value, type) else value  # noqa: E731
-    return {key: map_aggregate(meta[key], name) for key in ORIGIN if key in meta}
+    return {key: map_aggregate(value, name) for key, value in origin_of(node).items()}

@@ -79,7 +79,7 @@ class _FreeSizes:
         self.symbols: list[str] = []
         if graph is None or guard is None:
             return
-        self._alternatives = guard.alternatives
+        self._guard = guard
         self.tensors = _guarded_tensors(given, graph, guard)
         fixed = {str(each.value) for each in guard.inputs if isinstance(each, NumberSpec)}
         for expected, tensor in self.tensors:
@@ -103,7 +103,7 @@ class _FreeSizes:
     def call(self, sizes: Mapping[str, int]) -> Call | None:
         """The call with these sizes; `None` where the guards forbid them."""
         wanted = {s: n for s, n in self.known.items() if s.isidentifier()} | dict(sizes)
-        if not any(all(guard.holds(wanted) for guard in guards) for guards in self._alternatives):
+        if not self._guard.takes(wanted):
             return None
         shapes = {
             id(tensor): [SizeExpression(n).value(wanted) if isinstance(n, str) else n for n in expected.shape]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from fxopt.compare import first_difference, same
+from fxopt.graph import grouped
 from fxopt.objects import tensors_in
 from fxopt.outputs import same_bits
 from fxopt.rewriting.record import MARKS, RECORD
@@ -151,7 +152,5 @@ def _size(size: int | torch.SymInt) -> object:
 
 
 def _ties(gm: GraphModule) -> list[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, tensor in _tensors(gm):
-        names.setdefault(id(tensor), []).append(name)
+    names = grouped((id(tensor), name) for name, tensor in _tensors(gm))
     return sorted(group for group in names.values() if len(group) > 1)

@@ -612,7 +612,7 @@ def test_other_rounding_errors_reach_what_the_forward_assigns():
         trial = Trial(model, trace_method(model, "forward", (x,), {}, None), Inputs((x,), {}))
         value, (assigned,) = trial.moved()
         assert torch.equal(value, assigned + 1)
-        own = trial.own(model.forward), trial.assigned(model)
+        own = trial.own(), trial.assigned(model)
     assert 0 < (assigned - own[1][0]).abs().max() < 1e-5
 
 
@@ -656,7 +656,7 @@ def test_timing_leaves_buffers_alone_whose_writes_torch_does_not_count():
     model = randomise(CountsNoWrites().eval())
     before = copy.deepcopy(model.state_dict())
     trial = Trial(model, trace_method(model, "forward", (X,), {}, None), Inputs((X,), {}))
-    trial.own(model.forward)
+    trial.own()
     assert {name for _, name in trial.places} == {"calls", "running_mean", "running_var"}
     for _ in range(3):
         trial.repeatable(model.forward)(X)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.errors import GuardError
 from fxopt.kernels import kernels_for
-from fxopt.optimizing.lowering import lowered
+from fxopt.optimizing.lowering import function_of
 
 PACKS = pytest.mark.skipif(not kernels_for(nn.Conv2d(3, 3, 1)), reason="torch has no packed kernels here")
 
@@ -64,7 +64,7 @@ def test_sums_go_where_nobody_reads(also: str) -> None:
     traced = fxopt.trace(model, (x,))
     packed = fxopt.compose(fxopt.PackConvs(tune=False), fxopt.FuseEpilogues())(traced)
     assert any("other" in node.kwargs for node in packed.graph.nodes)
-    function, given = lowered(packed), x.clone()
+    function, given = function_of(packed, {}), x.clone()
     with torch.no_grad():
         wanted = model.double()(x.double())
         model.float()
@@ -86,7 +86,7 @@ def test_memory_is_written_where_it_is_free() -> None:
             return func(*args, **(kwargs or {}))
 
     with torch.no_grad(), Pointers():
-        lowered(packed)(x)
+        function_of(packed, {})(x)
     assert seen["mkldnn._convolution_pointwise_.binary"] == 1
 
 
@@ -103,7 +103,7 @@ def test_a_residual_in_another_layout_is_added() -> None:
     model, x = randomised(Net()), torch.rand(2, 4, 6, 6)
     packed = fxopt.compose(fxopt.PackConvs(tune=False), fxopt.FuseEpilogues())(fxopt.trace(model, (x,)))
     with torch.no_grad():
-        torch.testing.assert_close(lowered(packed)(x), model(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(function_of(packed, {})(x), model(x), rtol=1e-5, atol=1e-5)
 
 
 def test_hooks_modes_and_guards_stay() -> None:
@@ -119,12 +119,12 @@ def test_hooks_modes_and_guards_stay() -> None:
 
     model, x = randomised(Net()), torch.rand(2, 4)
     traced = fxopt.trace(model, (x,))
-    assert lowered(traced).function is traced, "its nodes switch modes"
+    assert function_of(traced, {}) is traced, "its nodes switch modes"
 
     layers = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)).eval()
     traced = fxopt.trace(layers, (x,))
     traced.get_submodule("1").register_forward_hook(lambda module, args, value: value + 1)
-    function = lowered(traced)
+    function = function_of(traced, {})
     with torch.no_grad():
         assert torch.equal(function(x), traced(x))
         assert torch.equal(function(input=x), traced(x))
