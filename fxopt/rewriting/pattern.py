@@ -7,16 +7,13 @@ import copy
 import dataclasses
 import functools
 import inspect
-import threading
-import unittest.mock
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node, Proxy
-from torch.fx.node import map_aggregate, map_arg
-from torch.fx.proxy import GraphAppendingTracer, TraceError
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from fxopt import effects, graph, submodules
 from fxopt.compare import Unlike, epsilon, pairs, tensor_error
@@ -24,12 +21,12 @@ from fxopt.errors import PassError, UndoError
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import name_of
 from fxopt.rewriting.explanation import Refusal
-from fxopt.rewriting.proof import prove, strides_of
+from fxopt.rewriting.function_graph import FunctionGraph, trace_function
+from fxopt.rewriting.proof import Proof, prove, strides_of
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.spelling import Call, arguments_of, call_of, ways
 from fxopt.rewriting.weights import Keep, Left, Restore
-from fxopt.torch_internals import pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +38,14 @@ class Found:
         inside: the nodes of the graph, by the nodes of the pattern.
         values: what the parameters stand for: nodes, numbers, and layers.
         calls: the nodes that call the layers, by parameter.
+        steps: the calls of the replacement that was proved; None where there is no proof.
     """
 
     node: Node
     inside: dict[Node, Node] = dataclasses.field(default_factory=dict)
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     calls: dict[str, Node] = dataclasses.field(default_factory=dict)
+    steps: tuple[Any, ...] | None = None
 
 
 class Pattern(ReversibleRewrite[Found]):
@@ -110,9 +109,12 @@ class Pattern(ReversibleRewrite[Found]):
             found = wanted.found_at(node, index)
             if found is None or not taken.isdisjoint((*found.inside.values(), *_nodes(found.values))):
                 continue
-            reason = self._obstacle(index, found, wanted)
+            reason, steps = self._obstacle(index, found, wanted), None
+            if reason is None and self.preserves_computation:
+                proof = self._proof_at(index, found, wanted)
+                reason, steps = proof.reason, proof.steps
             taken.update(() if reason else found.inside.values())
-            yield Refusal(node, reason) if reason else found
+            yield Refusal(node, reason) if reason else dataclasses.replace(found, steps=steps)
 
     def opens_sites(self, graph_module: GraphModule, sites: Iterable[Found]) -> bool:
         """Return True: the value of a replacement may be a part of the pattern again."""
@@ -120,7 +122,12 @@ class Pattern(ReversibleRewrite[Found]):
 
     def apply(self, rewriter: Rewriter, site: Found) -> Node:
         """Write the replacement in front of the result of the pattern, and erase the pattern."""
-        made = _traced(self, "replacement", site.values)
+        made = trace_function(self, "replacement", site.values)
+        if site.steps is not None and made.steps != site.steps:
+            raise PassError(
+                f"replacement of {self!r} makes other calls of these layers than of random ones, with which it was proved: leave "
+                "out what decides by the values of weights, or refuse such layers by refuses()"
+            )
         paths, gone = self._place(rewriter, site, made)
         nodes: dict[Node, Node] = {}
         for node in made.graph.nodes:
@@ -140,7 +147,9 @@ class Pattern(ReversibleRewrite[Found]):
             rewriter.swap({}, gone)
         return result
 
-    def _place(self, rewriter: Rewriter, site: Found, made: _Traced) -> tuple[dict[int, str], list[str]]:
+    def _place(
+        self, rewriter: Rewriter, site: Found, made: FunctionGraph
+    ) -> tuple[dict[int, str], list[str]]:
         """Put new layers into the graph module; returns the path of each called layer by id, and the paths to remove."""
         paths = {id(site.values[name]): str(call.target) for name, call in site.calls.items()}
         called = {id(module): module for module in made.modules.values()}
@@ -192,22 +201,22 @@ class Pattern(ReversibleRewrite[Found]):
             for value in node.all_input_nodes:
                 if reason := index.memory.write_between(node, found.node, value):
                     return reason
-        reason = self.refuses(**found.values)
-        if reason or not self.preserves_computation:
-            return reason
+        return self.refuses(**found.values)
+
+    def _proof_at(self, index: GraphIndex, found: Found, wanted: _Wanted) -> Proof:
+        """The proof for the values of a place; its reason is also about what else reads them."""
         proof = prove(
             self, found.values, [name for name, kind in wanted.kinds.items() if kind is float], index
         )
-        value = graph.value_of(found.node)
-        if proof.reason is None and isinstance(value, Tensor) and strides_of(value) != proof.strides:
-            return "the pattern gives another layout in memory than this order of its values"
-        if proof.reason or not proof.moves:
-            return proof.reason
+        value, reason = graph.value_of(found.node), proof.reason
+        if reason is None and isinstance(value, Tensor) and strides_of(value) != proof.strides:
+            reason = "the pattern gives another layout in memory than this order of its values"
         # The replacement is in other memory: a write, or the caller, could tell.
-        for value in (found.node, *(found.values[name] for name in proof.moves)):
-            if index.memory.is_returned(value) or index.memory.writers(value):
-                return f"{value.name} is returned or written, and the replacement is in other memory"
-        return None
+        moved = [found.values[name] for name in proof.moves]
+        for each in () if reason or not moved else (found.node, *moved):
+            if index.memory.is_returned(each) or index.memory.writers(each):
+                reason = f"{each.name} is returned or written, and the replacement is in other memory"
+        return dataclasses.replace(proof, reason=reason)
 
 
 class _Wanted:
@@ -220,7 +229,7 @@ class _Wanted:
     def __init__(self, pass_: Pattern) -> None:
         self._pass, self.kinds = pass_, _kinds_of(pass_)
         layers = {name: _Layer() if _is_layer(kind) else None for name, kind in self.kinds.items()}
-        self._traced = _traced(pass_, "pattern", layers)
+        self._traced = trace_function(pass_, "pattern", layers)
         self._names = {
             node: str(node.target) for node in self._traced.graph.nodes if node.op == "placeholder"
         }
@@ -354,72 +363,6 @@ class _Layer(nn.Module):
         raise AttributeError(
             f"a pattern only calls its layers; it cannot read {name}: use refuses() for conditions"
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Traced:
-    """A function as a graph.
-
-    Attributes:
-        graph: the graph.
-        result: the node that gives its value.
-        modules: what its nodes call, by target.
-    """
-
-    graph: Graph
-    result: Node
-    modules: dict[str, nn.Module]
-
-
-_LOCK = threading.RLock()
-
-
-def _traced(pass_: Pattern, method: str, values: Mapping[str, Any]) -> _Traced:
-    """Run a function of a pattern on proxies of nodes, where layers become nodes that call them.
-
-    Args:
-        pass_: the pattern.
-        method: the name of the function.
-        values: numbers and layers by name, and nodes, or `None`, for what becomes a proxy.
-    """
-    made, modules, call = Graph(), dict[str, nn.Module](), nn.Module.__call__
-    tracer, where = GraphAppendingTracer(made), f"{method} of {type(pass_).__name__}"
-
-    def node_of(value: Any) -> Any:
-        return value.node if isinstance(value, Proxy) else value
-
-    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(value, Proxy) for value in (*args, *kwargs.values())):
-            return call(module, *args, **kwargs)
-        known = (name for name, value in values.items() if value is module)
-        target = next(known, f"new_{id(module)}")
-        modules[target] = module
-        given = map_aggregate((args, kwargs), node_of)
-        return Proxy(made.call_module(target, *given), tracer)
-
-    given = {
-        name: Proxy(made.placeholder(name), tracer) if value is None or isinstance(value, Node) else value
-        for name, value in values.items()
-    }
-    # Layers of other threads, which get no proxies, compute as ever.
-    with _LOCK, torch.no_grad(), unittest.mock.patch.object(nn.Module, "__call__", called):
-        try:
-            result = getattr(pass_, method)(**given)
-        except TraceError as error:
-            raise PassError(
-                f"{where} asks for a value or a shape, which only a run knows: {error}"
-            ) from error
-    if not isinstance(result, Proxy):
-        raise PassError(
-            f"{where} returned a {type(result).__name__}: it has to return one value that it computes"
-        )
-    for node in made.nodes:
-        for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))):
-            if isinstance(leaf, Tensor):
-                raise PassError(
-                    f"{where} gives a tensor to {node.target}: keep tensors in layers, such as nn.Linear, and call these"
-                )
-    return _Traced(made, result.node, modules)
 
 
 def _inverted(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import math
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +22,7 @@ from fxopt.errors import PassError
 from fxopt.float64 import Float64
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
+from fxopt.rewriting.function_graph import FunctionGraph, trace_function
 from fxopt.rewriting.random_inputs import (
     FAR,
     ZERO_OR_ONE,
@@ -43,6 +46,11 @@ MOST_ROUNDING = 1000
 
 
 _NEAR = (-9, 10)  # integers
+_LARGE = 1e4  # numbers from here on, such as those of masks, hide all others
+
+
+class _DoesNotRunError(Exception):
+    """The pattern does not run on some values."""
 
 
 class Rule(Protocol):
@@ -50,8 +58,6 @@ class Rule(Protocol):
 
     @property
     def signature(self) -> str: ...
-    def pattern(self, *values: Any, **named: Any) -> Any: ...
-    def replacement(self, *values: Any, **named: Any) -> Any: ...
     def refuses(self, *values: Any, **named: Any) -> str | None: ...
 
 
@@ -63,11 +69,13 @@ class Proof:
         reason: why a rule cannot be applied to such values; `None` where it is right.
         moves: the parameters that the result of one function is, or shares memory with, and that of the other is not.
         strides: those of the result, but for dimensions of size 1.
+        steps: the calls of the replacement that was proved.
     """
 
     reason: str | None = None
     moves: frozenset[str] = frozenset()
     strides: Sequence[int] = ()
+    steps: tuple[Any, ...] = ()
 
 
 _PROOFS: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], Proof]] = weakref.WeakKeyDictionary()
@@ -88,70 +96,135 @@ def prove(rule: Rule, values: Mapping[str, Any], floats: Sequence[str], index: G
     described = {name: graph.value_of(value) for name, value in values.items() if isinstance(value, Node)}
     if not all(isinstance(value, Tensor) for value in described.values()):
         return Proof("the shape of an input is unknown: capture the model with fxopt.trace")
-    values, trains = {**values, **described}, index.graph_module.training
+    place = _Place(rule, values, {**values, **described}, index.graph_module.training)
     proofs = _PROOFS.setdefault(type(rule), {})
     try:
-        key: Any = rule.signature, trains, *map(_kind, values.values())
+        key: Any = rule.signature, place.trains, *map(_kind, place.described.values())
     except _UnknownPartError:
-        return _proved_with_numbers(rule, values, trains, floats)
-    if key not in proofs:
-        proofs[key] = _proved_with_numbers(rule, values, trains, floats)
-    return proofs[key]
-
-
-def _proved_with_numbers(rule: Rule, values: Mapping[str, Any], trains: bool, floats: Sequence[str]) -> Proof:
-    found = _proved(rule, values, trains)
-    for number in NUMBERS if floats and not found.reason else ():
-        others = {**values, **dict.fromkeys(floats, number)}
-        if not rule.refuses(**others):
-            _proved(rule, others, trains)
+        return place.proof_with_numbers(floats)
+    if key in proofs:
+        return proofs[key]
+    found = place.proof_with_numbers(floats)
+    if not place.needs_own_layers:
+        proofs[key] = found
     return found
 
 
-def _proved(rule: Rule, values: Mapping[str, Any], trains: bool) -> Proof:
-    found: Proof | None = None
-    ranges = (FAR, _NEAR, ZERO_OR_ONE) if has_integers(values.values()) else (_NEAR,)
-    for sizes in _ways_of_sizes(values):
-        for integers in ranges:
-            drawn = {
-                name: _drawn(value, seed, integers, sizes)
-                for seed, (name, value) in enumerate(values.items())
-            }
-            given = ", ".join(f"{name}={text_of(value)}" for name, value in drawn.items())
-            try:
-                truth = _run(rule.pattern, drawn, trains)
-            except Exception as error:  # an index is too large, or a size is no multiple of another
-                failed = Proof(
-                    f"pattern does not run on random values ({type(error).__name__}: {error}); for {given}"
-                )
-                continue
-            if integers == FAR and not is_finite(truth.wide):
-                continue  # such as an exponential
-            try:
-                made = _run(rule.replacement, drawn, trains)
-            except Exception as error:  # what the author calls may raise anything
-                return Proof(f"replacement raises {type(error).__name__}: {error}; for {given}")
-            reason = _difference(truth, made)
-            if reason:
-                raise PassError(f"{rule!r} is wrong: for {given}, {reason}")
-            if truth.strides != made.strides:
-                return Proof("replacement gives another layout in memory")
-            errors = [norm_error(truth.wide, each.own, integers=True) for each in (truth, made)]
-            if errors[1] > MOST_ROUNDING * max(errors[0], epsilon(truth.own)):
-                return Proof(
-                    f"replacement is off by {errors[1]:.2g} of the norm, by rounding; pattern by {errors[0]:.2g}"
-                )
-            moves = frozenset(name for name, _ in truth.shares ^ made.shares)
-            found = found or Proof(None, moves, truth.strides)
-            if integers != FAR:  # what is far apart hides what is near 0
-                break
-    return found or failed
+@dataclasses.dataclass
+class _Place:
+    """A place where a rule is to be proved.
+
+    Attributes:
+        rule: the rule.
+        values: the nodes, numbers and layers, by parameter.
+        described: the same, with descriptions of tensors in the place of nodes.
+        trains: whether the graph is in training mode.
+        needs_own_layers: whether the rule refuses layers with other weights; known after a proof.
+    """
+
+    rule: Rule
+    values: Mapping[str, Any]
+    described: Mapping[str, Any]
+    trains: bool
+    needs_own_layers: bool = False
+
+    def proof_with_numbers(self, floats: Sequence[str]) -> Proof:
+        """The proof for the numbers of this place, and for others in the place of floating ones."""
+        found = self.proof({})
+        for number in NUMBERS if floats and not found.reason else ():
+            others = dict.fromkeys(floats, number)
+            if not self.rule.refuses(**{**self.values, **others}):
+                self.proof(others)
+        return found
+
+    def proof(self, others: Mapping[str, float]) -> Proof:
+        """The proof, with some other numbers."""
+        found: Proof | None = None
+        described = {**self.described, **others}
+        ranges = (FAR, _NEAR, ZERO_OR_ONE) if has_integers(described.values()) else (_NEAR,)
+        for sizes in _ways_of_sizes(described):
+            for integers in ranges:
+                try:
+                    proof = self._tried(described, Numbers(None, sizes, integers))
+                except _DoesNotRunError as error:
+                    failed = Proof(str(error))
+                    continue
+                if proof.reason:
+                    return proof
+                found = found or proof
+                if integers != FAR:  # what is far apart hides what is near 0
+                    break
+        for numbers in self._near_constants(described) if found else ():
+            with contextlib.suppress(_DoesNotRunError):
+                proof = self._tried(described, numbers)
+                if proof.reason:
+                    return proof
+        return found or failed
+
+    def _near_constants(self, described: Mapping[str, Any]) -> Iterator[Numbers]:
+        """Ways to draw numbers near those that stand in the pattern: as many as hold all of them, and at most 4."""
+        constants = trace_function(self.rule, "pattern", _without_tensors(described)).numbers
+        constants = [number for number in constants if abs(number) < _LARGE]
+        counts = [
+            math.prod(map(number_of, value.shape))
+            for value in described.values()
+            if isinstance(value, Tensor)
+        ]
+        turns = math.ceil(3 * len(constants) / max(1, min(counts, default=1)))
+        for turn in range(min(4, turns)):
+            yield Numbers(None, constants=constants, turn=turn)
+
+    def _tried(self, described: Mapping[str, Any], numbers: Numbers) -> Proof:
+        """The proof on one draw of values."""
+        drawn = self._drawn(described, numbers)
+        given = ", ".join(f"{name}={text_of(value)}" for name, value in drawn.items())
+        try:
+            truth = _run(self.rule, "pattern", drawn, self.trains)
+        except Exception as error:  # an index is too large, or a size is no multiple of another
+            text = f"{type(error).__name__}: {error}"
+            raise _DoesNotRunError(f"pattern does not run on random values ({text}); for {given}") from error
+        if numbers.integers == FAR and not is_finite(truth.wide):
+            raise _DoesNotRunError("far integers overflow")  # such as an exponential
+        return self._compared(drawn, truth, given)
+
+    def _compared(self, drawn: Mapping[str, Any], truth: _Run, given: str) -> Proof:
+        """The replacement on the same values as the pattern."""
+        try:
+            made = _run(self.rule, "replacement", drawn, self.trains)
+        except PassError:
+            raise
+        except Exception as error:  # what the author calls may raise anything
+            return Proof(f"replacement raises {type(error).__name__}: {error}; for {given}")
+        if made.graph.draws:
+            return Proof("replacement draws random numbers")
+        reason = _difference(truth, made)
+        if reason:
+            raise PassError(f"{self.rule!r} is wrong: for {given}, {reason}")
+        if truth.strides != made.strides:
+            return Proof("replacement gives another layout in memory")
+        errors = [norm_error(truth.wide, each.own, integers=True) for each in (truth, made)]
+        if errors[1] > MOST_ROUNDING * max(errors[0], epsilon(truth.own)):
+            return Proof(
+                f"replacement is off by {errors[1]:.2g} of the norm, by rounding; pattern by {errors[0]:.2g}"
+            )
+        moves = frozenset(name for name, _ in truth.shares ^ made.shares)
+        return Proof(None, moves, truth.strides, made.graph.steps)
+
+    def _drawn(self, described: Mapping[str, Any], numbers: Numbers) -> dict[str, Any]:
+        """Random values for descriptions, and copies of layers with random weights, or with their own where the rule refuses these."""
+        drawn = {name: _drawn(value, seed, numbers) for seed, (name, value) in enumerate(described.items())}
+        layers = {name: value for name, value in drawn.items() if isinstance(value, nn.Module)}
+        if layers and self.rule.refuses(**{**self.values, **layers}):
+            self.needs_own_layers = True
+            drawn |= {name: copy.deepcopy(described[name]).cpu() for name in layers}
+        return drawn
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """The result of a function in its own dtype and in float64, its gradients, and what it did to memory."""
+    """A function as a graph, its result in its own dtype and in float64, its gradients, and what it did to memory."""
 
+    graph: FunctionGraph
     own: Any
     wide: Any
     gradients: Any
@@ -160,16 +233,25 @@ class _Run:
     shares: set[tuple[str, str]]
 
 
-def _run(function: Callable[..., Any], drawn: Mapping[str, Any], trains: bool) -> _Run:
+def _without_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: None if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def _run(rule: Rule, method: str, drawn: Mapping[str, Any], trains: bool) -> _Run:
+    # Computed as in the graph that is rewritten: by traced calls, of layers that are made without gradients.
+    def traced(values: Mapping[str, Any]) -> FunctionGraph:
+        return trace_function(rule, method, _without_tensors(values))
+
     given = copy.deepcopy(dict(drawn))
+    made = traced(given)
     with torch.no_grad():
-        own = function(**given)
-    wide, gradients = _in_float64(function, drawn, trains)
+        own = made.run(given)
+    wide, gradients = _in_float64(lambda values: traced(values).run(values), drawn, trains)
     inputs = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     one = own if isinstance(own, Tensor) else torch.empty(0)
     shares = {(name, "memory") for name, value in inputs.items() if storage_of(value) == storage_of(one)}
     shares |= {(name, "identity") for name, value in inputs.items() if value is own}
-    return _Run(own, wide, gradients, inputs, strides_of(one), shares)
+    return _Run(made, own, wide, gradients, inputs, strides_of(one), shares)
 
 
 def strides_of(value: Tensor) -> list[int]:
@@ -179,7 +261,7 @@ def strides_of(value: Tensor) -> list[int]:
 
 
 def _in_float64(
-    function: Callable[..., Any], drawn: Mapping[str, Any], trains: bool
+    function: Callable[[Mapping[str, Any]], Any], drawn: Mapping[str, Any], trains: bool
 ) -> tuple[Any, list[Tensor]]:
     """The result in float64, and the gradients that the inputs get from it in training."""
     given = {name: _wide(value) for name, value in copy.deepcopy(dict(drawn)).items()}
@@ -189,7 +271,7 @@ def _in_float64(
     with torch.set_grad_enabled(trains), Float64():
         # A function may write into its inputs, and torch forbids writes into leaves.
         out = function(
-            **{n: v * 1 if isinstance(v, Tensor) and v.requires_grad else v for n, v in given.items()}
+            {n: v * 1 if isinstance(v, Tensor) and v.requires_grad else v for n, v in given.items()}
         )
         found: Sequence[Tensor | None] = [None] * len(inputs)
         if inputs and isinstance(out, Tensor) and out.requires_grad:
@@ -233,17 +315,17 @@ def _ways_of_sizes(values: Mapping[str, Any]) -> Iterator[Callable[[Any], int]]:
             return
 
 
-def _drawn(value: Any, seed: int, integers: tuple[int, int], size_of: Callable[[Any], int]) -> Any:
+def _drawn(value: Any, seed: int, numbers: Numbers) -> Any:
     """Random values for a description, a copy of a layer with other weights, or the number itself."""
-    generator = torch.Generator().manual_seed(seed)
-    if isinstance(value, nn.Module):
-        layer = copy.deepcopy(value).cpu()
-        for tensor in (*layer.parameters(), *layer.buffers()):
-            if tensor.is_floating_point():
-                tensor.data += torch.rand(tensor.shape, generator=generator).to(tensor.dtype)
-        return layer
-    numbers = Numbers(None, size_of, integers)
-    return numbers.like(value.cpu(), seed) if isinstance(value, Tensor) else value
+    if not isinstance(value, nn.Module):
+        return numbers.like(value.cpu(), seed) if isinstance(value, Tensor) else value
+    generator, layer = torch.Generator().manual_seed(seed), copy.deepcopy(value).cpu()
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        if tensor.is_floating_point():
+            tensor.data += torch.rand(tensor.shape, generator=generator).to(tensor.dtype)
+    for parameter in filter(Tensor.is_floating_point, layer.parameters()):  # buffers may be variances
+        parameter.data *= torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+    return layer
 
 
 def _wide(value: Any) -> Any:

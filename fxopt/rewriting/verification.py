@@ -149,6 +149,7 @@ class Verifier:
         ways = [dataclasses.replace(way, size_of=self._ones)] if self._ones else []
         if way.integers == ANY_SIGN and has_integers(self._tensors(piece)):
             ways += [dataclasses.replace(way, integers=each) for each in (FAR, ZERO_OR_ONE)]
+            ways.append(dataclasses.replace(way, constants=[c for c in piece.constants if abs(c) < 1e4]))
         for way in ways:
             with contextlib.suppress(_Stopped):
                 if reason := self._differs(piece, way):

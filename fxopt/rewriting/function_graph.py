@@ -1,0 +1,118 @@
+"""A function of a pattern as a graph: what it computes of values, numbers and layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import unittest.mock
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node, Proxy
+from torch.fx.node import map_aggregate, map_arg
+from torch.fx.proxy import GraphAppendingTracer, TraceError
+
+from fxopt import effects, graph
+from fxopt.errors import PassError
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionGraph:
+    """A function as a graph.
+
+    Attributes:
+        graph: the graph.
+        result: the node that gives its value.
+        modules: what its nodes call, by target.
+    """
+
+    graph: Graph
+    result: Node
+    modules: dict[str, nn.Module]
+
+    @property
+    def steps(self) -> tuple[Any, ...]:
+        """The calls in order, layers by their class: another order of the same Python code gives others."""
+        places = {node: f"%{place}" for place, node in enumerate(self.graph.nodes)}
+        return tuple(
+            (
+                node.op,
+                type(self.modules[node.target]) if node.target in self.modules else node.target,
+                repr(map_arg((node.args, node.kwargs), places.__getitem__)),
+            )
+            for node in self.graph.nodes
+        )
+
+    @property
+    def draws(self) -> bool:
+        """Whether a call may draw random numbers."""
+        return any(effects.draws(node, self.modules.get(str(node.target))) for node in self.graph.nodes)
+
+    @property
+    def numbers(self) -> list[int | float]:
+        """The numbers among the arguments of its calls."""
+        leaves = (leaf for node in self.graph.nodes for leaf in graph.leaf_arguments(node))
+        return list(dict.fromkeys(leaf for leaf in leaves if type(leaf) in (int, float)))
+
+    def run(self, values: Mapping[str, Any]) -> Any:
+        """Compute the function of tensors, by parameter."""
+        found: dict[Node, Any] = {}
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                found[node] = values[str(node.target)]
+            else:
+                args, kwargs = map_arg((node.args, node.kwargs), found.__getitem__)
+                found[node] = graph.called_with(node, self.modules.get(str(node.target)), args, kwargs)
+        return found[self.result]
+
+
+_LOCK = threading.RLock()
+
+
+def trace_function(pass_: Any, method: str, values: Mapping[str, Any]) -> FunctionGraph:
+    """Run a function of a pattern on proxies of nodes, where layers become nodes that call them.
+
+    Args:
+        pass_: the pattern.
+        method: the name of the function.
+        values: numbers and layers by name, and nodes, or `None`, for what becomes a proxy.
+    """
+    made, modules, call = Graph(), dict[str, nn.Module](), nn.Module.__call__
+    tracer, where = GraphAppendingTracer(made), f"{method} of {type(pass_).__name__}"
+
+    def node_of(value: Any) -> Any:
+        return value.node if isinstance(value, Proxy) else value
+
+    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(value, Proxy) for value in (*args, *kwargs.values())):
+            return call(module, *args, **kwargs)
+        known = (name for name, value in values.items() if value is module)
+        target = next(known, f"new_{id(module)}")
+        modules[target] = module
+        given = map_aggregate((args, kwargs), node_of)
+        return Proxy(made.call_module(target, *given), tracer)
+
+    given = {
+        name: Proxy(made.placeholder(name), tracer) if value is None or isinstance(value, Node) else value
+        for name, value in values.items()
+    }
+    # Layers of other threads, which get no proxies, compute as ever.
+    with _LOCK, torch.no_grad(), unittest.mock.patch.object(nn.Module, "__call__", called):
+        try:
+            result = getattr(pass_, method)(**given)
+        except TraceError as error:
+            raise PassError(
+                f"{where} asks for a value or a shape, which only a run knows: {error}"
+            ) from error
+    if not isinstance(result, Proxy):
+        raise PassError(
+            f"{where} returned a {type(result).__name__}: it has to return one value that it computes"
+        )
+    for node in made.nodes:
+        if any(isinstance(leaf, Tensor) for leaf in graph.leaf_arguments(node)):
+            raise PassError(
+                f"{where} gives a tensor to {node.target}: keep tensors in layers, such as nn.Linear, and call these"
+            )
+    return FunctionGraph(made, result.node, modules)
