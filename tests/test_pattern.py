@@ -672,3 +672,99 @@ def test_a_layer_for_which_none_comes_is_given_back():
     graph = Bounded()(fxopt.trace(model, (torch.randn(2, 4),)))
     assert "clamp" in graph.code
     assert isinstance(fxopt.undo(graph).get_submodule("1"), nn.Hardtanh)
+
+
+class Rule(Pattern):
+    """A rule of two functions, and a condition."""
+
+    def __init__(self, pattern, replacement, refuses=lambda **values: None):
+        self.functions = pattern, replacement, refuses
+
+    def pattern(self, x, layer: nn.Linear):
+        return self.functions[0](x, layer)
+
+    def replacement(self, x, layer):
+        return self.functions[1](x, layer)
+
+    def refuses(self, **values):
+        return self.functions[2](**values)
+
+
+def without_bias(layer):
+    copied = copy.deepcopy(layer)
+    copied.bias.zero_()
+    return copied
+
+
+def has_bias(layer, **_):
+    return "it has a bias" if layer.bias.any() else None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement"),
+    [
+        (lambda x, a: a(x).relu(), lambda x, a: absolute(a)(x).relu()),  # right for positive weights
+        (lambda x, a: a(x) * 2, lambda x, a: a(x) * (2 if isinstance(x, torch.Tensor) else 3)),
+        (lambda x, a: a(x) * 2, lambda x, a: a(x) * (3 if hasattr(x, "node") else 2)),
+        (lambda x, a: a(x) * 2, lambda x, a: a(x) * (2 if a.bias.any() else 3)),
+        (lambda x, a: a(x.clamp(-60, 60)), lambda x, a: a(x)),
+    ],
+)
+def test_what_is_proved_is_what_is_written(pattern, replacement):
+    layer = nn.Linear(4, 4)
+    nn.init.uniform_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    graph_module = of(lambda m, x: pattern(x, m.a), a=layer)
+    with torch.no_grad():
+        graph_module.a.weight.abs_()
+        graph_module.a.bias.zero_()
+    with pytest.raises(PassError, match="is wrong|other calls of these layers"):
+        Rule(pattern, replacement)(graph_module)
+
+
+def absolute(layer):
+    copied = copy.deepcopy(layer)
+    copied.weight.abs_()
+    return copied
+
+
+def test_a_condition_on_weights_is_one_of_the_proof():
+    functions = lambda x, a: a(x).relu(), lambda x, a: without_bias(a)(x).clamp(min=0)
+    graph_module = traced(lambda m, x: m.b(m.a(x).relu()).relu())
+    nn.init.zeros_(graph_module.a.bias)
+    explained = Rule(*functions, has_bias).explain(graph_module)
+    assert len(explained.sites) == 1
+    assert [reason for _, _, reason in explained.refusals] == ["it has a bias"]
+    with pytest.raises(PassError, match="is wrong"):
+        Rule(*functions)(graph_module)
+
+
+def test_a_replacement_that_draws_is_refused():
+    draws = Rule(lambda x, a: a(x) * 2, lambda x, a: (y := a(x)) + y + 0 * torch.rand_like(y))
+    explained = draws.explain(of(lambda m, x: m.a(x) * 2, a=nn.Linear(4, 4)))
+    assert [reason for _, _, reason in explained.refusals] == ["replacement draws random numbers"]
+
+
+def test_a_new_layer_is_filled_without_gradients():
+    def merged(x, layer):
+        new = nn.Linear(4, 4)
+        new.weight.copy_(layer.weight * 2)
+        new.bias.copy_(layer.bias * 2)
+        return new(x)
+
+    graph_module = of(lambda m, x: m.a(x) * 2, a=nn.Linear(4, 4)).train()
+    assert len(Rule(lambda x, a: a(x) * 2, merged).explain(graph_module).sites) == 1
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize(
+    ("pattern", "replacement"),
+    [
+        (lambda s, x: x.masked_fill(x == 5, 0), lambda s, x: x + 0),
+        (lambda s, x: x != 0, lambda s, x: torch.ones_like(x, dtype=torch.bool)),
+    ],
+)
+def test_the_numbers_of_a_pattern_are_tried(pattern, replacement, verify):
+    graph_module = of(lambda m, x: pattern(m, x), torch.arange(3))
+    with pytest.raises(PassError, match="is wrong"):
+        rule(pattern, replacement)(graph_module, verify=verify)

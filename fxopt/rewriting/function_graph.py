@@ -34,7 +34,7 @@ class FunctionGraph:
 
     @property
     def steps(self) -> tuple[Any, ...]:
-        """The calls in order, layers by their class: another order of the same Python code gives others."""
+        """The calls in order, with layers by their class: what two graphs have in common that compute the same of other weights."""
         places = {node: f"%{place}" for place, node in enumerate(self.graph.nodes)}
         return tuple(
             (
@@ -47,7 +47,7 @@ class FunctionGraph:
 
     @property
     def draws(self) -> bool:
-        """Whether a call may draw random numbers."""
+        """True if a call may draw random numbers."""
         return any(effects.draws(node, self.modules.get(str(node.target))) for node in self.graph.nodes)
 
     @property
