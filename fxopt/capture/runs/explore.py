@@ -25,13 +25,12 @@ from fxopt.capture.recording.placeholders import ChangedInputError
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.assembly import assemble
 from fxopt.capture.runs.assigned_buffers import held_alone, replaced_buffers
-from fxopt.capture.runs.both_sides import called_in_branches, join
+from fxopt.capture.runs.both_sides import called_in_branches
 from fxopt.capture.runs.branch_settlement import explore_branches
 from fxopt.capture.runs.cached_values import RepeatedCalls
 from fxopt.capture.runs.eager_comparison import check_against_eager
 from fxopt.capture.runs.equivalence import equivalent, is_steady_state, size_one_guards
 from fxopt.capture.runs.forward_run import ForwardRun
-from fxopt.capture.runs.if_conversion import if_convert
 from fxopt.capture.runs.left_behind import remove_fakes
 from fxopt.capture.runs.outside_state import ReachableState, refused_outside
 from fxopt.capture.runs.run_result import RunResult
@@ -123,7 +122,7 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
         return record(Outcomes())
     like = general.request.answers if general else None
     while True:
-        made = explore_branches(record, equivalent, if_convert, join, like)
+        made = explore_branches(record, like)
         inside = {id(request.model.get_submodule(name)) for name in called_in_branches(made.graph)}
         if not inside:
             return made
@@ -294,10 +293,7 @@ def _equal_to(group: Sequence[str], guards: Sequence[SizeGuard], hints: Mapping[
 
 def _holds(guard: SizeGuard, hints: Mapping[str, int], ones: Collection[str]) -> bool:
     """Tell whether a guard holds for the example where these sizes are 1; one that then means nothing does not."""
-    try:
-        return guard.holds({**hints, **dict.fromkeys(ones, 1)})
-    except ZeroDivisionError:
-        return False
+    return guard.holds({**hints, **dict.fromkeys(ones, 1)})
 
 
 def _captured_with_ones(made: RunResult, ones: Sequence[str]) -> list[SizeGuard] | None:
