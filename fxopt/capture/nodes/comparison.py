@@ -144,8 +144,7 @@ class CallComparison:
         mine, its = _without_aliases(mine, self._aliases), _without_aliases(its, self._aliases)
         if _is_reference(mine) and mine.target == its.target:
             return self.same((mine.op, mine.args), (its.op, its.args))
-        read = (mine.target, its.target, mine.args[1:], its.args[1:])
-        return self.counterpart.get(mine) is its or read == (getattr, getattr, ("device",), ("device",))
+        return self.counterpart.get(mine) is its or (is_device(mine) and is_device(its))
 
 
 def same_calls(pairs: Pairs, same_size: Callable[[Any, Any], bool], aliases: Aliases | None = None) -> bool:
@@ -231,6 +230,11 @@ def _is_reference(node: torch.fx.Node) -> bool:
         return True
     whole = node.args[0] if node.target is operator.getitem else None
     return isinstance(whole, torch.fx.Node) and isinstance(whole.meta.get("val"), tuple)
+
+
+def is_device(node: torch.fx.Node) -> bool:
+    """Tell whether a node reads the device of a tensor."""
+    return node.target is getattr and node.args[1] == "device"
 
 
 def is_size(value: Any) -> bool:

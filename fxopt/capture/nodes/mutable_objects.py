@@ -200,8 +200,9 @@ class MutableObjects:
         known = self._known.get(id(value))
         if known is not None:
             yield known
-        for part in _parts(value):
-            yield from self._reachable(part)
+        if isinstance(value, (tuple, list, dict)) or is_open(value):
+            for part in entries(value).values():
+                yield from self._reachable(part)
 
 
 def _changed(known: _Known, now: dict[Any, Any]) -> list[Any]:
@@ -218,12 +219,6 @@ def _same(value: Any, other: Any) -> bool:
     if isinstance(value, (bool, int, float, str)):
         return same_value(value, other)
     return value is other
-
-
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, (tuple, list)):
-        return list(value)
-    return list(entries(value).values()) if isinstance(value, dict) or is_open(value) else []
 
 
 def _qualified_name(value: Any) -> str:

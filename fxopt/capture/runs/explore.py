@@ -248,9 +248,10 @@ def _size_one_alternatives(made: RunResult, guards: list[SizeGuard]) -> list[lis
     Forwards, and torch's own code, ask whether a size is 1 (for causal masks, broadcasting, strides) where the answer often
     changes nothing in the graph. Sizes that `dynamic_shapes` says are larger are left out.
     """
-    hints = {str(symbol): int(free.hint) for symbol, free in made.free.roots()}
-    asked = guards_of(made.free.asked(), made.shape_env.replace)
-    larger = {guard.symbols for guard in asked if not guard.holds(dict.fromkeys(guard.symbols, 1))}
+    hints = made.hints()
+    larger = {
+        guard.symbols for guard in made.guards_asked() if not guard.holds(dict.fromkeys(guard.symbols, 1))
+    }
     # Dimensions that carry one name are of size 1 together.
     groups: dict[str, tuple[str, ...]] = {}
     for symbol, free in made.free.roots():
