@@ -21,6 +21,11 @@ def is_backed(size: Any) -> bool:
     return type(size) is torch.SymInt and bool(size.node.has_hint())
 
 
+def is_given(number: Any) -> bool:
+    """Tell whether an integer is what it is in the example: it is no unbacked one."""
+    return type(number) is int or is_backed(number)
+
+
 def is_unbacked(size: Any) -> bool:
     """Tell whether a size is known only when the graph runs."""
     return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))

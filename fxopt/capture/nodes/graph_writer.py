@@ -67,10 +67,9 @@ class GraphWriter:
 
     def add_input(self, tensor: torch.Tensor, node: torch.fx.Node, path: tuple[tuple[str, Any], ...]) -> None:
         """Take `tensor` as the value of a placeholder, or of the entry at `path` inside it."""
-        self._bind(tensor, Origin(node, path))
-        if self._device_source is None and tensor.device == self.device:
-            self._device_source = node if not path else None
-        self.sizes.bind_shape(tensor, functools.partial(self._node_of, tensor))
+        self.bind_result(tensor, Origin(node, path))
+        if self._device_source is None and tensor.device == self.device and not path:
+            self._device_source = node
 
     def add_object(self, value: Any, node: torch.fx.Node, path: tuple[tuple[str, Any], ...]) -> None:
         """Take an open object as the value of a placeholder, or of what is at `path` inside it."""

@@ -17,7 +17,7 @@ from fxopt.capture.capture_internals import SYMBOLIC, SymNode, float_operations,
 from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
 from fxopt.capture.data_dependence.branches import SizeAsKeyError
 from fxopt.capture.data_dependence.source_statements import is_diagnostic
-from fxopt.capture.fakes.dynamic_shapes import is_backed
+from fxopt.capture.fakes.dynamic_shapes import is_given
 from fxopt.capture.fakes.shape_env import Rounded
 from fxopt.capture.nodes.size_nodes import FLOAT_FUNCTIONS
 from fxopt.capture.nodes.source_location import is_model_code, makes_calls
@@ -71,12 +71,11 @@ def _extremes(patch: Patches, decisions: BranchDecisions) -> None:
             if len(args) == 1 and type(args[0]) is types.GeneratorType:
                 args = (list(args[0]),)
             values = args[0] if len(args) == 1 and type(args[0]) in (tuple, list) else args
-            sizes = all(type(value) in (int, torch.SymInt) for value in values)
-            free = sizes and not all(type(value) is int for value in values)
+            kinds = set(map(type, values))
+            free = torch.SymInt in kinds and kinds <= {int, torch.SymInt}
             if not free or options or not is_model_code(sys._getframe(2).f_code.co_filename):
                 return original(*args, **options)
-            known = all(type(value) is int or is_backed(value) for value in values)
-            if decisions.specialised and not known:
+            if decisions.specialised and not all(map(is_given, values)):
                 return original(*args)
             return functools.reduce(symbolic, values)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.fakes.dynamic_shapes import is_backed
+from fxopt.capture.fakes.dynamic_shapes import is_given
 from fxopt.capture.nodes.source_location import is_model_package, makes_calls
 from fxopt.capture.patches.replaced import Patches
 from fxopt.torch_internals import FakeTensor
@@ -43,26 +43,25 @@ def patch_types(patch: Patches, model: torch.nn.Module, decided: bool) -> None:
         known = sys._getframe(2).f_globals  # of the model's module, which may have an `int` of its own
         return known.get(found.__name__, found) if found in (type, int, float, range) else found
 
+    def is_symbolic(value: Any) -> bool:
+        return type(value) in (torch.SymInt, torch.SymFloat) and (not decided or value.node.has_hint())
+
     def whole(*args: Any, **kwargs: Any) -> Any:
         value: Any = args[0] if len(args) == 1 and not kwargs and patch.active() else None
         if type(value) is FakeTensor and value.dtype in _INTEGERS and value.constant is None and not decided:
             value = value.item()
         if type(value) is torch.SymBool and not value.node.has_hint() and not decided:
             value = torch.sym_ite(value, 1, 0)
-        symbolic = type(value) in (torch.SymInt, torch.SymFloat) and not (
-            decided and not value.node.has_hint()
-        )
-        return torch.sym_int(value) if symbolic else int(*args, **kwargs)
+        return torch.sym_int(value) if is_symbolic(value) else int(*args, **kwargs)
 
     @makes_calls
     def real(*args: Any) -> Any:
-        symbolic = len(args) == 1 and type(args[0]) in (torch.SymInt, torch.SymFloat) and patch.active()
-        symbolic = symbolic and not (decided and not args[0].node.has_hint())
+        symbolic = len(args) == 1 and is_symbolic(args[0]) and patch.active()
         return torch.sym_float(args[0]) if symbolic else float(*args)
 
     def steps(*args: Any) -> Any:
         symbolic = any(type(value) is torch.SymInt for value in args)
-        return _steps(*args) if symbolic and all(map(_is_given, args)) and patch.active() else range(*args)
+        return _steps(*args) if symbolic and all(map(is_given, args)) and patch.active() else range(*args)
 
     stand_ins = {
         "type": _stand_in(type, type_of),
@@ -94,10 +93,6 @@ def _globals(model: torch.nn.Module) -> list[dict[str, Any]]:
                 known = vars(sys.modules[name])
                 found[id(known)] = known
     return list(found.values())
-
-
-def _is_given(value: Any) -> bool:
-    return type(value) is int or is_backed(value)
 
 
 def _steps(start: Any, stop: Any = None, step: Any = 1) -> Any:

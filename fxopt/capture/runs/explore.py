@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.export import Dim
@@ -15,7 +16,6 @@ from fxopt.capture.data_dependence.branches import (
     SizeAsKeyError,
 )
 from fxopt.capture.fakes.kept_state import Changes, Counted, KeptState, refused_change
-from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.shape_env import forget_shape_envs
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.fakes.snapshots import Snapshot
@@ -43,7 +43,7 @@ from fxopt.torch_internals import non_persistent_of
 
 def capture_graph(request: Request, verify: bool) -> TracedModule:
     """The forward as a graph module; where it excluded a size of 1, it is captured there as well."""
-    outside = ReachableState(module for _, module in recorded_modules(request.model, request.layers))
+    outside = ReachableState(request.model, request.layers)
     try:
         with outside.restored():
             made = _settled(request)
@@ -73,16 +73,17 @@ assert capture_graph.__name__ == CAPTURE
 def _settled(request: Request, general: RunResult | None = None) -> RunResult:
     """A run with the questions on values settled that can be; the graph of `general` is to hold for this one, too."""
 
-    def record(answers: Outcomes) -> RunResult:
+    def record(answers: Outcomes, **changes: Any) -> RunResult:
+        """A run with this script, after what else is to be assumed from now on."""
         nonlocal request
+        request = dataclasses.replace(request, **changes)
         run = ForwardRun(dataclasses.replace(request, answers=answers))
         try:
             made = run.record()
             # A layer with other attributes is another one, which no graph calls.
             given = {id(request.model.get_submodule(name)) for name, _ in made.assigned} & request.layers
             if given:
-                request = dataclasses.replace(request, layers=request.layers - given)
-                return record(answers)
+                return record(answers, layers=request.layers - given)
             if not made.moved:
                 tried = general is not None and general.keeps_tables
                 replaced = replaced_buffers(made, persistent=True)
@@ -97,26 +98,21 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
                     assigned = held_alone(made, tables - request.assigned)
                     if not assigned:
                         raise
-                request = dataclasses.replace(request, assigned=request.assigned | assigned)
-                return record(answers)
+                return record(answers, assigned=request.assigned | assigned)
         except SizeAsKeyError:
-            request = dataclasses.replace(request, knows_keys=True)
-            return record(answers)
+            return record(answers, knows_keys=True)
         except ChangedInputError:
             if request.changes_inputs:
                 raise
-            request = dataclasses.replace(request, changes_inputs=True)
-            return record(answers)
+            return record(answers, changes_inputs=True)
         except OutOfSightError:
             # A hook may have made it: calls of hooks are recorded where the layer is no leaf.
             hooked = {id(request.model.get_submodule(name)) for name in run.recorder.hooked} & request.layers
             if not hooked:
                 raise
-            request = dataclasses.replace(request, layers=request.layers - hooked)
-            return record(answers)
+            return record(answers, layers=request.layers - hooked)
         # Such a number counts calls or tokens: it is free, as are the sizes that it counts; in a tensor, it is no constant.
-        request = dataclasses.replace(request, moving=request.moving | made.moved)
-        return record(answers)
+        return record(answers, moving=request.moving | made.moved)
 
     if request.specialize:
         return record(Outcomes())

@@ -25,7 +25,6 @@ from fxopt.capture.data_dependence.scalar_tensors import KnownScalars
 from fxopt.capture.fakes.call_cache import CallCache
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
 from fxopt.capture.fakes.fake_model import FakeModel
-from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.shape_env import LEARNED, CaptureShapeEnv
 from fxopt.capture.fakes.size_constraints import DynamicDimensions
 from fxopt.capture.fakes.snapshots import SnapshotMaker
@@ -79,9 +78,7 @@ class ForwardRun:
         request, shape_env = self.request, self.shape_env
         request.running.runs += 1
         recorder = self.recorder = self._recorder()
-        surroundings = ReachableState(
-            (module for _, module in recorded_modules(request.model, request.layers)), request.knows_keys
-        )
+        surroundings = ReachableState(request.model, request.layers, request.knows_keys)
         args, kwargs = self._fake_inputs()
         try:
             shape_env.location = recorder.writer.location
