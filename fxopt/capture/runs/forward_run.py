@@ -138,9 +138,9 @@ class ForwardRun:
     def _result(self, recorder: Recorder, changed_outside: dict[str, Any]) -> RunResult:
         """Collect what the run gave."""
         shell, writer, decisions = recorder.shell, recorder.writer, recorder.decisions
-        state, changes = shell.state(recorder.aliases), shell.changes(recorder.aliases)
-        written = {id(tensor) for tensor in shell.written().outside}
-        if any(id(writer.constants[name]) in written for name in decisions.constant.decided_by):
+        state, written = shell.state(recorder.aliases), shell.written()
+        changes, outside = shell.changes(state), set(map(id, written.outside))
+        if any(id(writer.constants[name]) in outside for name in decisions.constant.decided_by):
             raise TraceError(
                 "the forward decides on the value of a tensor that it writes, or may write under inference mode. Hold it in a buffer."
             )
@@ -163,7 +163,7 @@ class ForwardRun:
             own=shell.own(state, recorder.aliases),
             hooks=shell.hooks(),
             variables=self._variables,
-            written=shell.written(),
+            written=written,
             originals=shell.originals,
             unchanged=shell.unchanged(),
             changed_outside=changed_outside,
