@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -68,20 +67,17 @@ def views_of_same_shape(
     Left out are those where either is written, and those that have no gradient where what they view may have one.
     """
 
-    def facts(node: torch.fx.Node) -> list[Any]:
-        found = _facts(node.meta.get("val"))
-        return [size(fact) if isinstance(fact, sympy.Basic) else fact for fact in found]
+    def same_size(mine: Any, its: Any) -> bool:
+        return same_expression(size(mine), size(its))
 
     views = {}
     detached = _without_gradients(graph)
     for node in calls_of(graph):
         viewed = node.args[0] if function_name(node) in _RESHAPING and node.args else None
-        if isinstance(viewed, torch.fx.Node) and not (
-            _is_written(node) or _is_written(viewed) or node in detached
-        ):
-            pairs = itertools.zip_longest(facts(node), facts(viewed))
-            if all(mine == its or same_expression(mine, its) for mine, its in pairs):
-                views[node] = viewed
+        if not isinstance(viewed, torch.fx.Node) or node in detached:
+            continue
+        if not (_is_written(node) or _is_written(viewed)) and same_results([(node, viewed)], same_size):
+            views[node] = viewed
     return views
 
 

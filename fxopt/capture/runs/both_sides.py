@@ -146,11 +146,10 @@ class _Comparison(CallComparison):
         return True
 
     def _same_constants(self, mine: Node, its: Node) -> bool:
-        name, (constants, others) = str(mine.target), self._constants
-        known = {name} & (constants.keys() | others.keys()) if mine.op == "get_attr" else ()
-        return all(n in constants and n in others for n in known) and same_constants(
-            {n: constants[n] for n in known}, {n: others[n] for n in known}
-        )
+        if mine.op != "get_attr":
+            return True
+        held = [{n: t for n, t in constants.items() if n == mine.target} for constants in self._constants]
+        return same_constants(*held)
 
 
 def calls_behind(node: Node) -> set[Node]:
