@@ -122,6 +122,10 @@ def _decoding_step(
     """
     cache = _cache(model, name, prefill)
     sizes = {size for value in tensors_in(list(prefill.values())) for size in value.shape[:2]}
+
+    def free_of(tensor: torch.Tensor) -> dict[int, Any]:
+        return {dim: Dim.AUTO for dim, size in enumerate(tensor.shape) if size in sizes}
+
     inputs, free = {}, {}
     prefix = "decoder_" if getattr(model.config, "is_encoder_decoder", False) else ""
     for key, value in prefill.items():
@@ -130,7 +134,7 @@ def _decoding_step(
             inputs[key], free[key] = value[:, :1], {0: Dim.AUTO}
         elif key == f"{prefix}attention_mask":
             inputs[key] = torch.cat([value, value[:, :1]], dim=1)
-    inputs[name], free[name] = cache, nested(cache, lambda tensor: _of_sizes(tensor, sizes))
+    inputs[name], free[name] = cache, nested(cache, free_of)
     order = list(inspect.signature(model.forward).parameters)
     return {key: inputs[key] for key in sorted(inputs, key=lambda key: _place(order, key))}, free
 
@@ -158,11 +162,6 @@ def _cache(model: torch.nn.Module, name: str, prefill: dict[str, Any]) -> Any:
             f"{type(model).__name__} returns no {name!r} for {list(prefill)}; there is no cache to go on from."
         )
     return cache
-
-
-def _of_sizes(tensor: torch.Tensor, sizes: set[int]) -> dict[int, Any]:
-    """The entry of `dynamic_shapes` that leaves dimensions of some sizes free."""
-    return {dim: Dim.AUTO for dim, size in enumerate(tensor.shape) if size in sizes}
 
 
 def _takes(traced: TracedModule, inputs: dict[str, torch.Tensor]) -> bool:
@@ -206,12 +205,12 @@ def _example(name: str, config: Any, dtype: torch.dtype, device: torch.device, m
     return (tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)), free
 
 
-def _tokens(length: int, dtype: torch.dtype = torch.long) -> Callable[[Any], Example]:
+def _tokens(length: int) -> Callable[[Any], Example]:
     """Token ids or masks, (batch, sequence)."""
 
     def make(config: Any) -> Example:
         longest = _read(config, "max_position_embeddings", "n_positions") or length
-        return torch.ones(_BATCH, min(length, longest), dtype=dtype), _FREE_TOKENS
+        return torch.ones(_BATCH, min(length, longest), dtype=torch.long), _FREE_TOKENS
 
     return make
 

@@ -207,12 +207,18 @@ def _side(
     except DataDependentBranch as following:
         return _Side(branch=following)
     except TraceError as failure:
-        error = failure.__cause__
-        if error is not None and last.asked and is_model_error(error):
-            return _Side(f"{type(error).__name__}: {error}")
+        if (error := _model_error(failure, last)) is not None:
+            return _Side(error)
         if last.asked and isinstance(branch, NumberBranch):
             return _Side("")  # the check says that the graph does not go there
     return _Side()
+
+
+def _model_error(failure: TraceError, last: Outcome) -> str | None:
+    """The error that the model raises after the last outcome of a script; None where it is another one, or comes before."""
+    error = failure.__cause__
+    of_model = error is not None and last.asked and is_model_error(error)
+    return f"{type(error).__name__}: {error}" if of_model else None
 
 
 class _BothSides:
@@ -259,7 +265,6 @@ class _BothSides:
         try:
             return self.settled(script.and_then(last))
         except TraceError as failure:
-            error = failure.__cause__
-            if error is None or not last.asked or not is_model_error(error):
+            if (error := _model_error(failure, last)) is None:
                 raise
-            return f"{type(error).__name__}: {error}"
+            return error

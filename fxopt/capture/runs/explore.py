@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ from fxopt.capture.runtime.size_guards import SizeGuard
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import TraceError
 from fxopt.objects import tensors_in
-from fxopt.torch_internals import non_persistent_of
 
 
 def capture_graph(request: Request, verify: bool) -> TracedModule:
@@ -63,7 +62,7 @@ def capture_graph(request: Request, verify: bool) -> TracedModule:
         raise TraceError(str(question)) from None
     finally:
         if request.running.left_fakes:
-            remove_fakes(request.running, request.model)
+            remove_fakes(request)
         forget_shape_envs()
 
 
@@ -73,6 +72,9 @@ assert capture_graph.__name__ == CAPTURE
 def _settled(request: Request, general: RunResult | None = None) -> RunResult:
     """A run with the questions on values settled that can be; the graph of `general` is to hold for this one, too."""
 
+    def modules_at(names: Iterable[str]) -> set[int]:
+        return {id(request.model.get_submodule(name)) for name in names}
+
     def record(answers: Outcomes, **changes: Any) -> RunResult:
         """A run with this script, after what else is to be assumed from now on."""
         nonlocal request
@@ -81,7 +83,7 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
         try:
             made = run.record()
             # A layer with other attributes is another one, which no graph calls.
-            given = {id(request.model.get_submodule(name)) for name, _ in made.assigned} & request.layers
+            given = modules_at(name for name, _ in made.assigned) & request.layers
             if given:
                 return record(answers, layers=request.layers - given)
             if not made.moved:
@@ -107,7 +109,7 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
             return record(answers, changes_inputs=True)
         except OutOfSightError:
             # A hook may have made it: calls of hooks are recorded where the layer is no leaf.
-            hooked = {id(request.model.get_submodule(name)) for name in run.recorder.hooked} & request.layers
+            hooked = modules_at(run.recorder.hooked) & request.layers
             if not hooked:
                 raise
             return record(answers, layers=request.layers - hooked)
@@ -119,7 +121,7 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
     like = general.request.answers if general else None
     while True:
         made = explore_branches(record, like)
-        inside = {id(request.model.get_submodule(name)) for name in called_in_branches(made.graph)}
+        inside = modules_at(called_in_branches(made.graph))
         if not inside:
             return made
         request, like = dataclasses.replace(request, layers=request.layers - inside), made.request.answers
@@ -218,12 +220,7 @@ def _only_counts(made: RunResult) -> bool:
 
 def _tables(made: RunResult) -> set[str]:
     """The buffers that no `state_dict` has and that the forward replaces, by name: what later calls read there is equal."""
-    return {
-        f"{name}.{key}".lstrip(".")
-        for name, module in made.request.model.named_modules()
-        for key in non_persistent_of(module)
-        if (name, key) in made.changes
-    }
+    return {".".join(place).lstrip(".") for place in replaced_buffers(made, persistent=False)}
 
 
 def _second_call(made: RunResult, changes: Changes) -> RunResult | None:

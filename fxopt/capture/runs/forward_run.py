@@ -96,7 +96,7 @@ class ForwardRun:
         finally:
             recorder.draws.take_back()
             changed_outside = surroundings.changed()
-            fakes_left = remove_fakes(request.running, request.model, from_caches_alone=True)
+            fakes_left = remove_fakes(request, from_caches_alone=True)
             request.running.left_fakes |= bool(fakes_left)
             # torch keeps each ShapeEnv in its caches for good; it must not keep the model with it.
             self.fake_mode.make_alias = None
