@@ -25,13 +25,10 @@ from fxopt.capture.capture_internals import (
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode, Metadata
 from fxopt.effects import written_parameters
 from fxopt.memory import storage_of
+from fxopt.operators import hooks_of
 from fxopt.torch_internals import (
     FakeTensor,
     buffers_of,
-    forward_hooks_of,
-    forward_pre_hooks_of,
-    layer_backward_hooks_of,
-    layer_backward_pre_hooks_of,
     modules_of,
     parameters_of,
     pytree,
@@ -77,11 +74,8 @@ class CallCache:
 
     def layer_call(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> CachedCall | None:
         """The call of a layer; None where it is not certain what the result depends on."""
-        if (
-            modules_of(layer)
-            or _has_hooks(layer)
-            or not type(layer).__module__.startswith("torch.nn.modules")
-        ):
+        of_torch = type(layer).__module__.startswith("torch.nn.modules")
+        if modules_of(layer) or hooks_of(layer) or not of_torch:
             return None
         if list(written_parameters(layer)):
             return None  # a call that is remembered would write no statistics
@@ -305,12 +299,3 @@ def _layer_key(layer: torch.nn.Module) -> tuple[Any, ...]:
         for name, tensor in registry.items()
     )
     return attributes, tensors
-
-
-def _has_hooks(layer: torch.nn.Module) -> bool:
-    return bool(
-        forward_hooks_of(layer)
-        or forward_pre_hooks_of(layer)
-        or layer_backward_hooks_of(layer)
-        or layer_backward_pre_hooks_of(layer)
-    )

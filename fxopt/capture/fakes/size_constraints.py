@@ -119,15 +119,11 @@ def guards_of(conditions: list[Condition], translated: Callable[[Any], Any]) -> 
     """The conditions that say something, once each."""
     guards: dict[str, SizeGuard] = {}
     for condition, origin in conditions:
-        expression = translated(condition).replace(_is_equality, _limit)
+        expression = translated(condition).replace(lambda part: isinstance(part, sympy.Eq), _limit)
         if expression is not sympy.true:
             text = python_expression(expression)
             guards.setdefault(text, SizeGuard(text, origin))
     return list(guards.values())
-
-
-def _is_equality(expression: Any) -> bool:
-    return isinstance(expression, sympy.Eq)
 
 
 def _limit(equality: Any) -> Any:

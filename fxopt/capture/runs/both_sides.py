@@ -36,6 +36,7 @@ from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.checks import check_outcome
 from fxopt.capture.runtime.conditional import IfElse
 from fxopt.capture.runtime.traced_module import TracedModule
+from fxopt.graph import branches_of
 from fxopt.objects import set_attributes, set_items
 from fxopt.torch_internals import statically_known_true
 
@@ -100,12 +101,7 @@ class _Shared:
 
 def called_in_branches(graph: Graph) -> set[str]:
     """The layers that are called inside of the nodes that hold two sides, by name."""
-    sides = [
-        side.graph
-        for node in graph.nodes
-        if isinstance(node.target, IfElse)
-        for side in (node.target.true_branch, node.target.false_branch)
-    ]
+    sides = [side.graph for node in graph.nodes for side in branches_of(node.target)]
     layers = {str(node.target) for side in sides for node in side.nodes if node.op == "call_module"}
     return layers.union(*map(called_in_branches, sides))
 
