@@ -20,6 +20,7 @@ from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
 from fxopt.capture.nodes.source_location import is_model_package
 from fxopt.capture.recording.request import Request
+from fxopt.objects import qualified_name
 from fxopt.torch_internals import FakeTensor
 
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
@@ -91,7 +92,7 @@ def _named(names: set[str], known: dict[str, Any]) -> Iterator[_Entry]:
 
 def _of_function(function: types.FunctionType) -> Iterator[_Entry]:
     yield from _named(set(function.__code__.co_names), function.__globals__)
-    place = f"{function.__module__}.{function.__qualname__}"
+    place = qualified_name(function)
     for held in (*(function.__closure__ or ()), *(function.__defaults__ or ()), *vars(function).values()):
         yield held, place, None
 

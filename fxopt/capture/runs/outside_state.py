@@ -23,7 +23,7 @@ from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker, value_of
 from fxopt.capture.nodes.source_location import is_model_package
 from fxopt.errors import TraceError
-from fxopt.objects import is_open
+from fxopt.objects import is_open, qualified_name
 from fxopt.torch_internals import buffers_of, parameters_of
 
 _METHODS = (property, staticmethod, classmethod)
@@ -146,7 +146,7 @@ class ReachableState:
         self._seen.add(id(value))
         if not is_model_package(value.__module__ or ""):
             return
-        place = f"{value.__module__}.{value.__qualname__}"
+        place = qualified_name(value)
         if isinstance(value, type):
             write, remove = functools.partial(setattr, value), functools.partial(delattr, value)
             self._scopes.append(
