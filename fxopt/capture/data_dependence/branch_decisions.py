@@ -172,7 +172,7 @@ class BranchDecisions:
             self.calls.ask(expression)
         integers = all(symbol.is_integer for symbol in expression.free_symbols)
         kind = bool if yes_or_no else int if integers else float
-        node = self.sizes.node(self._shape_env.symbolic(expression, kind))
+        node = self._node(expression, kind)
         if not isinstance(node, torch.fx.Node):
             return sympy.sympify(node)
         by_line = self._by_line(node, kind)
@@ -186,9 +186,13 @@ class BranchDecisions:
         self._learn(expression if yes_or_no else sympy.Eq(expression, answer), not yes_or_no or answer)
         return sympy.sympify(answer)
 
+    def _node(self, expression: Any, kind: type) -> Any:
+        """The node that computes a sympy expression of sizes, or a Python number when it is one after all."""
+        return self.sizes.node(self._shape_env.symbolic(expression, kind))
+
     def _settle(self, question: Any, answer: bool, otherwise: str) -> None:
         """Settle a condition on sizes, with a check: a call raises the error `otherwise` for the other outcome."""
-        self._check(self.sizes.node(self._shape_env.symbolic(question, bool)), answer, otherwise)
+        self._check(self._node(question, bool), answer, otherwise)
         self._suppose(question, answer)
         self._learn(question, answer)
 
@@ -209,7 +213,7 @@ class BranchDecisions:
         """
         size = _size_compared_with_one(expression)
         if size is not None:
-            not_empty = self.sizes.node(self._shape_env.symbolic(sympy.Ge(size, 1), bool))
+            not_empty = self._node(sympy.Ge(size, 1), bool)
             if isinstance(not_empty, torch.fx.Node):
                 self.writer.assume(not_empty, "that a size is not 0")
                 for fact in (sympy.Ge(size, 1), sympy.Gt(size, 0), sympy.Ne(size, 0)):

@@ -22,6 +22,7 @@ from fxopt.capture.capture_internals import (
     is_any_autocast_enabled,
     peek_interpreter_stack,
 )
+from fxopt.capture.fakes.dynamic_shapes import expression_of_size
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode, Metadata
 from fxopt.effects import written_parameters
 from fxopt.memory import storage_of
@@ -275,17 +276,13 @@ def _metadata_key(tensor: Any) -> tuple[Any, ...]:
     if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference():
         raise _UncertainError
     return (
-        tuple(map(_expression, tensor.shape)),
-        tuple(map(_expression, tensor.stride())),
-        _expression(tensor.storage_offset()),
+        tuple(map(expression_of_size, tensor.shape)),
+        tuple(map(expression_of_size, tensor.stride())),
+        expression_of_size(tensor.storage_offset()),
         tensor.dtype,
         tensor.device,
         tensor.requires_grad,
     )
-
-
-def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def _layer_key(layer: torch.nn.Module) -> tuple[Any, ...]:

@@ -14,12 +14,13 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fxopt.capture.capture_internals import custom_builtins, number_of_truth
+from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.nodes.size_nodes import ROUNDING
 from fxopt.errors import TraceError
 
 # Functions of these modules compute with symbols; those of Python itself would ask for a number.
 _SYMBOLIC = (operator.add.__module__, "torch")
-_NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+_NUMBERS = (bool, int, float, *SymbolicNumber)
 
 
 def complete_metadata(graph: Graph, root: str) -> None:

@@ -73,7 +73,7 @@ def _call(recorder: Recorder, cls: type, apply: Callable[..., Any], args: Any, k
     if contains([*args, *kwargs.values()], torch.nn.Module):
         return _call_forward(recorder, cls, args, kwargs)
     writer = recorder.writer
-    args, kwargs = writer.faked(args), writer.faked(kwargs)
+    args, kwargs = writer.faked((args, kwargs))
     with recorder.paused():
         result = apply(*args, **kwargs)
     node_args, node_kwargs = writer.arguments(f"{cls.__qualname__}.apply", args, kwargs)

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.fakes.dynamic_shapes import is_given
+from fxopt.capture.fakes.dynamic_shapes import PYTHON_TYPES, is_given
 from fxopt.capture.nodes.source_location import is_model_package, makes_calls
 from fxopt.capture.patches.replaced import Patches
 from fxopt.torch_internals import FakeTensor
 
-_NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 # Instructions of comparisons, those of tuples and unions of types among them, and those that only load more.
 _COMPARES = {"BUILD_TUPLE", "BINARY_OP", "COMPARE_OP", "CONTAINS_OP", "MATCH_CLASS"}
 _LOADS = {"LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD"}
@@ -39,7 +38,7 @@ def patch_types(patch: Patches, model: torch.nn.Module, decided: bool) -> None:
         if len(args) == 1 and patch.active():
             if found is FakeTensor:
                 return torch.nn.Parameter if isinstance(args[0], torch.nn.Parameter) else torch.Tensor
-            found = _NUMBERS.get(found, found)
+            found = PYTHON_TYPES.get(found, found)
         known = sys._getframe(2).f_globals  # of the model's module, which may have an `int` of its own
         return known.get(found.__name__, found) if found in (type, int, float, range) else found
 
@@ -114,7 +113,7 @@ def _stand_in(kind: type, call: Callable[..., Any], bases: tuple[type, ...] | No
             return call(*args, **kwargs)
 
         def __instancecheck__(cls, value: Any) -> bool:
-            return isinstance(value, kind) or _NUMBERS.get(type(value)) is kind  # C code asks this, too
+            return isinstance(value, kind) or PYTHON_TYPES.get(type(value)) is kind  # C code asks this, too
 
         def __subclasscheck__(cls, value: Any) -> bool:
             return issubclass(value, kind)

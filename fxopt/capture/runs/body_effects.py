@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fxopt.capture.data_dependence.branch_decisions import Body
-from fxopt.capture.fakes.dynamic_shapes import is_unbacked
+from fxopt.capture.fakes.dynamic_shapes import expression_of_size, is_unbacked
 from fxopt.capture.nodes.comparison import is_call
 from fxopt.capture.nodes.shared_memory import called_module
 from fxopt.capture.runs.run_result import RunResult, UnprovedError
@@ -194,7 +194,7 @@ class BodyEffects:
 
 def _shape(tensor: torch.Tensor) -> list[Any]:
     """The sizes of a tensor as they are known, to compare them without a guard."""
-    return [size.node.expr if isinstance(size, torch.SymInt) else size for size in tensor.shape]
+    return list(map(expression_of_size, tensor.shape))
 
 
 def _is_harmless(node: torch.fx.Node) -> bool:
