@@ -22,11 +22,7 @@ def check() -> None:
         raise TraceError(f"{absent[0]}.")
 
 
-def _required(name: str) -> Any:
-    return private(name, _NO_CAPTURE, error=TraceError)
-
-
-def _refused(name: str, without: str) -> Any:
+def _required(name: str, without: str = _NO_CAPTURE) -> Any:
     return private(name, without, error=TraceError)
 
 
@@ -143,8 +139,8 @@ IS_CAUSAL = _place(
 BATCH_NORM = _place(
     "torch.nn.modules.batchnorm._BatchNorm.forward", "layers with momentum=None are refused in training mode"
 )
-parse_to = _refused("torch._C._nn._parse_to", "forwards that call Module.to are refused")
-push_saved_tensors_hooks = _refused(
+parse_to = _required("torch._C._nn._parse_to", "forwards that call Module.to are refused")
+push_saved_tensors_hooks = _required(
     "torch._C._autograd._push_saved_tensors_default_hooks",
     "forwards that set saved_tensors_hooks are refused",
 )
@@ -155,8 +151,8 @@ parametrizations_cached = attribute(
 # --- operators
 
 LIFT_FRESH = _required("torch.ops.aten.lift_fresh.default")
-cond = _refused("torch.ops.higher_order.cond", "torch.cond, and branches that stay in a graph, are refused")
-istft = _refused("torch._refs.istft", "torch.istft of a free length is refused")
+cond = _required("torch.ops.higher_order.cond", "torch.cond, and branches that stay in a graph, are refused")
+istft = _required("torch._refs.istft", "torch.istft of a free length is refused")
 _SLOWER = "captures are slower"
 relu, batch_norm, alias, as_strided, convolution = (
     private(f"torch.ops.aten.{name}.default", _SLOWER, None)
@@ -187,6 +183,6 @@ can_replace_kernels = None not in (*DISPATCH_KEYS, dispatch_cache_of, run_for_ke
 
 def sdpa_dense() -> Any:
     """The operator of flex_attention without a kernel; its module takes long to import."""
-    return _refused(
+    return _required(
         "torch._higher_order_ops.flex_attention.sdpa_dense", "forwards with flex_attention are refused"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,6 +24,7 @@ _BATCH = 3
 _SEQUENCE = 7
 _DECODER_SEQUENCE = 5
 
+_FREE_TOKENS = {0: Dim.AUTO, 1: Dim.AUTO}
 _FIXED_IMAGES = {0: Dim.AUTO}
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 # The names that caches have among the inputs, and as fields of the output. Since transformers 5.24 it is `cache`; the others are taken, too.
@@ -89,29 +91,25 @@ def symbolic_trace(
     def example(name: str) -> Example:
         return _example(name, config, dtype, device, type(model).__name__)
 
-    verify = not disable_check
-    made = [name for name in names if name in (*_CACHES, "encoder_outputs")]
-    examples = {name: example(name) for name in names if name not in made}
+    examples = {name: example(name) for name in names if name not in (*_CACHES, "encoder_outputs")}
     kwargs: dict[str, Any] = {name: tensor for name, (tensor, _) in examples.items()}
     dimensions: dict[str, Any] = {name: free for name, (_, free) in examples.items()}
-    if "encoder_outputs" in made:
+    if "encoder_outputs" in names:
         encoder: Any = model.get_encoder()  # type: ignore[operator]
         given, free = example(encoder.main_input_name)
         kwargs["encoder_outputs"] = _output_of(encoder, {encoder.main_input_name: given})
-        dimensions["encoder_outputs"] = {
-            "last_hidden_state": {0: Dim.AUTO, 1: Dim.AUTO} if 1 in free else free
-        }
-    for cache in made:
-        if cache != "encoder_outputs":
-            kwargs, dimensions = _decoding_step(model, cache, kwargs, dimensions)
+        dimensions["encoder_outputs"] = {"last_hidden_state": _FREE_TOKENS if 1 in free else free}
+    for cache in (name for name in names if name in _CACHES):
+        kwargs, dimensions = _decoding_step(model, cache, kwargs, dimensions)
+    capture = functools.partial(trace, model, (), kwargs, specialize=specialize, verify=not disable_check)
     if len(dimensions.get("pixel_values", ())) > 1:
         # Free heights and widths must not cost the capture, nor single images.
         with contextlib.suppress(TraceError):
-            traced = trace(model, (), kwargs, dynamic_shapes=dimensions, specialize=specialize, verify=verify)
+            traced = capture(dynamic_shapes=dimensions)
             if _takes(traced, {name: tensor[:1] for name, (tensor, _) in examples.items()}):
                 return traced
         dimensions["pixel_values"] = _FIXED_IMAGES
-    return trace(model, (), kwargs, dynamic_shapes=dimensions, specialize=specialize, verify=verify)
+    return capture(dynamic_shapes=dimensions)
 
 
 def _decoding_step(
@@ -124,6 +122,10 @@ def _decoding_step(
     """
     cache = _cache(model, name, prefill)
     sizes = {size for value in tensors_in(list(prefill.values())) for size in value.shape[:2]}
+
+    def free_of(tensor: torch.Tensor) -> dict[int, Any]:
+        return {dim: Dim.AUTO for dim, size in enumerate(tensor.shape) if size in sizes}
+
     inputs, free = {}, {}
     prefix = "decoder_" if getattr(model.config, "is_encoder_decoder", False) else ""
     for key, value in prefill.items():
@@ -132,7 +134,7 @@ def _decoding_step(
             inputs[key], free[key] = value[:, :1], {0: Dim.AUTO}
         elif key == f"{prefix}attention_mask":
             inputs[key] = torch.cat([value, value[:, :1]], dim=1)
-    inputs[name], free[name] = cache, nested(cache, lambda tensor: _of_sizes(tensor, sizes))
+    inputs[name], free[name] = cache, nested(cache, free_of)
     order = list(inspect.signature(model.forward).parameters)
     return {key: inputs[key] for key in sorted(inputs, key=lambda key: _place(order, key))}, free
 
@@ -160,11 +162,6 @@ def _cache(model: torch.nn.Module, name: str, prefill: dict[str, Any]) -> Any:
             f"{type(model).__name__} returns no {name!r} for {list(prefill)}; there is no cache to go on from."
         )
     return cache
-
-
-def _of_sizes(tensor: torch.Tensor, sizes: set[int]) -> dict[int, Any]:
-    """The entry of `dynamic_shapes` that leaves dimensions of some sizes free."""
-    return {dim: Dim.AUTO for dim, size in enumerate(tensor.shape) if size in sizes}
 
 
 def _takes(traced: TracedModule, inputs: dict[str, torch.Tensor]) -> bool:
@@ -208,12 +205,12 @@ def _example(name: str, config: Any, dtype: torch.dtype, device: torch.device, m
     return (tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)), free
 
 
-def _tokens(length: int, dtype: torch.dtype = torch.long) -> Callable[[Any], Example]:
+def _tokens(length: int) -> Callable[[Any], Example]:
     """Token ids or masks, (batch, sequence)."""
 
     def make(config: Any) -> Example:
         longest = _read(config, "max_position_embeddings", "n_positions") or length
-        return torch.ones(_BATCH, min(length, longest), dtype=dtype), {0: Dim.AUTO, 1: Dim.AUTO}
+        return torch.ones(_BATCH, min(length, longest), dtype=torch.long), _FREE_TOKENS
 
     return make
 
@@ -221,7 +218,7 @@ def _tokens(length: int, dtype: torch.dtype = torch.long) -> Callable[[Any], Exa
 def _embeddings(config: Any) -> Example:
     """Token embeddings, (batch, sequence, hidden size)."""
     hidden = _read(config, "embedding_size", "hidden_size", "d_model", "n_embd")
-    return torch.ones(_BATCH, _SEQUENCE, hidden), {0: Dim.AUTO, 1: Dim.AUTO}
+    return torch.ones(_BATCH, _SEQUENCE, hidden), _FREE_TOKENS
 
 
 def _pixels(config: Any) -> Example:

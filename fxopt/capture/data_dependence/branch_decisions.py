@@ -172,23 +172,28 @@ class BranchDecisions:
             self.calls.ask(expression)
         integers = all(symbol.is_integer for symbol in expression.free_symbols)
         kind = bool if yes_or_no else int if integers else float
-        node = self.sizes.node(self._shape_env.symbolic(expression, kind))
+        node = self._node(expression, kind)
         if not isinstance(node, torch.fx.Node):
             return sympy.sympify(node)
         by_line = self._by_line(node, kind)
         if by_line is not None:
             self._suppose(expression, by_line)
+            self._exclude_empty(expression)
             return sympy.sympify(by_line)
         answer = self._decide(node, kind, NumberBranch)
         if yes_or_no:  # each layer may ask it again
-            self._supposed |= {expression: answer, sympy.Not(expression): not answer}
+            self._suppose(expression, answer)
         self._learn(expression if yes_or_no else sympy.Eq(expression, answer), not yes_or_no or answer)
         return sympy.sympify(answer)
 
+    def _node(self, expression: Any, kind: type) -> Any:
+        """The node that computes a sympy expression of sizes, or a Python number when it is one after all."""
+        return self.sizes.node(self._shape_env.symbolic(expression, kind))
+
     def _settle(self, question: Any, answer: bool, otherwise: str) -> None:
         """Settle a condition on sizes, with a check: a call raises the error `otherwise` for the other outcome."""
-        self._check(self.sizes.node(self._shape_env.symbolic(question, bool)), answer, otherwise)
-        self._supposed |= {question: answer, sympy.Not(question): not answer}
+        self._check(self._node(question, bool), answer, otherwise)
+        self._suppose(question, answer)
         self._learn(question, answer)
 
     def _learn(self, expression: Any, answer: bool) -> None:
@@ -198,14 +203,17 @@ class BranchDecisions:
             self._shape_env.assume(fact, LEARNED)
 
     def _suppose(self, expression: Any, answer: bool) -> None:
-        """Keep an answer by line about sizes, of which the ShapeEnv learns nothing: the graph holds for the other, too.
-
-        But where the answer sets sizes of 0 and 1 apart from all others, 0, which leads to further questions, is excluded.
-        """
+        """Keep the outcome of a condition on sizes."""
         self._supposed |= {expression: answer, sympy.Not(expression): not answer}
+
+    def _exclude_empty(self, expression: Any) -> None:
+        """Exclude a size of 0, which leads to further questions, where a condition sets 0 and 1 apart from all others.
+
+        Of an outcome by line the ShapeEnv learns nothing else: the graph holds for the other, too.
+        """
         size = _size_compared_with_one(expression)
         if size is not None:
-            not_empty = self.sizes.node(self._shape_env.symbolic(sympy.Ge(size, 1), bool))
+            not_empty = self._node(sympy.Ge(size, 1), bool)
             if isinstance(not_empty, torch.fx.Node):
                 self.writer.assume(not_empty, "that a size is not 0")
                 for fact in (sympy.Ge(size, 1), sympy.Gt(size, 0), sympy.Ne(size, 0)):

@@ -14,11 +14,12 @@ import torch
 
 from fxopt import effects, operators
 from fxopt.capture.capture_internals import set_grad_enabled
+from fxopt.capture.nodes.comparison import is_device
 from fxopt.capture.nodes.graph_writer import GraphWriter
+from fxopt.capture.nodes.shared_memory import called_module, memory_of
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.checks import check_outcome, check_same_outcome, check_value
 from fxopt.errors import TraceError
-from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
 from fxopt.torch_internals import storage_identity
 
@@ -154,7 +155,7 @@ class ConstantRun(ExampleRun):
                 if not self._is_constant(found):
                     return False
                 self._needed.add(found)
-                left += () if _is_device(found) else found.all_input_nodes
+                left += () if is_device(found) else found.all_input_nodes
             left = left or self._writes()
         if any(map(self._written, self._needed)):
             self._values.clear()  # what has been written since may be read as it was before
@@ -186,25 +187,24 @@ class ConstantRun(ExampleRun):
             return node.target in self._constants and id(node.meta["val"]) not in self._shell.computed
         of_torch = node.op == "call_function" and operators.is_torch_function(node.target)
         on_cpu = all(t.device.type == "cpu" for t in tensors_in(node.meta.get("val")))
-        return on_cpu and (of_torch or node.op == "call_method" or _is_device(node))
+        return on_cpu and (of_torch or node.op == "call_method" or is_device(node))
 
     def _writes(self) -> list[torch.fx.Node]:
         """The other nodes that write into memory of those that are needed."""
-        memory = {storage_of(t) for node in self._needed for t in tensors_in(node.meta.get("val"))}
+        memory = memory_of(self._needed)
         others = [n for n in self._graph.nodes if n not in self._needed and n.target not in _SKIPPED]
-        return [n for n in others if any(storage_of(t) in memory for t in self._written(n))]
+        return [node for node in others if memory & self._written(node)]
 
-    def _written(self, node: torch.fx.Node) -> list[torch.Tensor]:
-        layer = self._shell.model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        written = effects.written_by(node, layer)
-        nodes = node.all_input_nodes if written is None else written
-        return list(tensors_in([each.meta.get("val") for each in nodes]))
+    def _written(self, node: torch.fx.Node) -> set[int]:
+        """The memory into which a node writes."""
+        written = effects.written_by(node, called_module(self._shell.model, node))
+        return memory_of(node.all_input_nodes if written is None else written)
 
     def _nodes(self) -> Iterable[torch.fx.Node]:
         return [node for node in self._graph.nodes if node in self._needed]
 
     def _result(self, node: torch.fx.Node) -> Any:
-        if _is_device(node):
+        if is_device(node):
             return node.meta["val"]
         before = torch.get_rng_state()
         value = super()._result(node)
@@ -214,10 +214,6 @@ class ConstantRun(ExampleRun):
         if isinstance(expected, torch.Tensor) and value.dtype != expected.dtype:
             raise TraceError("it is computed under autocast")
         return value
-
-
-def _is_device(node: torch.fx.Node) -> bool:
-    return node.target is getattr and node.args[1] == "device"
 
 
 def _current_modes() -> list[Callable[[], Any]]:

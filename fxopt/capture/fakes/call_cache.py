@@ -22,16 +22,14 @@ from fxopt.capture.capture_internals import (
     is_any_autocast_enabled,
     peek_interpreter_stack,
 )
+from fxopt.capture.fakes.dynamic_shapes import expression_of_size
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode, Metadata
 from fxopt.effects import written_parameters
 from fxopt.memory import storage_of
+from fxopt.operators import hooks_of
 from fxopt.torch_internals import (
     FakeTensor,
     buffers_of,
-    forward_hooks_of,
-    forward_pre_hooks_of,
-    layer_backward_hooks_of,
-    layer_backward_pre_hooks_of,
     modules_of,
     parameters_of,
     pytree,
@@ -77,11 +75,8 @@ class CallCache:
 
     def layer_call(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> CachedCall | None:
         """The call of a layer; None where it is not certain what the result depends on."""
-        if (
-            modules_of(layer)
-            or _has_hooks(layer)
-            or not type(layer).__module__.startswith("torch.nn.modules")
-        ):
+        of_torch = type(layer).__module__.startswith("torch.nn.modules")
+        if modules_of(layer) or hooks_of(layer) or not of_torch:
             return None
         if list(written_parameters(layer)):
             return None  # a call that is remembered would write no statistics
@@ -281,17 +276,13 @@ def _metadata_key(tensor: Any) -> tuple[Any, ...]:
     if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference():
         raise _UncertainError
     return (
-        tuple(map(_expression, tensor.shape)),
-        tuple(map(_expression, tensor.stride())),
-        _expression(tensor.storage_offset()),
+        tuple(map(expression_of_size, tensor.shape)),
+        tuple(map(expression_of_size, tensor.stride())),
+        expression_of_size(tensor.storage_offset()),
         tensor.dtype,
         tensor.device,
         tensor.requires_grad,
     )
-
-
-def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def _layer_key(layer: torch.nn.Module) -> tuple[Any, ...]:
@@ -305,12 +296,3 @@ def _layer_key(layer: torch.nn.Module) -> tuple[Any, ...]:
         for name, tensor in registry.items()
     )
     return attributes, tensors
-
-
-def _has_hooks(layer: torch.nn.Module) -> bool:
-    return bool(
-        forward_hooks_of(layer)
-        or forward_pre_hooks_of(layer)
-        or layer_backward_hooks_of(layer)
-        or layer_backward_pre_hooks_of(layer)
-    )

@@ -12,6 +12,8 @@ from fxopt.capture.capture_internals import DimDynamic, StatelessSymbolicContext
 from fxopt.errors import TraceError
 
 SymbolicNumber = (torch.SymInt, torch.SymFloat, torch.SymBool)
+# What they are to Python.
+PYTHON_TYPES: dict[type, Any] = dict(zip(SymbolicNumber, (int, float, bool), strict=True))
 # How one dimension of an input may vary: None is fixed, a name is shared by all dimensions that carry it.
 Dimension = Any
 
@@ -21,9 +23,19 @@ def is_backed(size: Any) -> bool:
     return type(size) is torch.SymInt and bool(size.node.has_hint())
 
 
+def is_given(number: Any) -> bool:
+    """Tell whether an integer is what it is in the example: it is no unbacked one."""
+    return type(number) is int or is_backed(number)
+
+
 def is_unbacked(size: Any) -> bool:
     """Tell whether a size is known only when the graph runs."""
     return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
+
+
+def expression_of_size(size: Any) -> Any:
+    """A size as a sympy expression, to compare it without a guard; a number where it is fixed."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def symbolic_context(tensor: torch.Tensor, free: dict[int, Dimension]) -> StatelessSymbolicContext[Any, Any]:

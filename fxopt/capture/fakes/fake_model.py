@@ -257,8 +257,8 @@ class FakeModel:
             if key not in _OF_TORCH
         }
 
-    def changes(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
-        """Give the attributes that the forward has changed, with their values now."""
+    def changes(self, after: Changes) -> Changes:
+        """Give the attributes that the forward has changed, with their values in the state `after` it."""
         for fake in (*self._tensors.values(), *self.outside.values()):
             _, real = self.real(fake)
             if real is not None and fake.shape != real.shape:
@@ -267,7 +267,6 @@ class FakeModel:
                     f"the forward changes the shape of {name!r} in place, so that a later call finds another one. Change "
                     "that of a view, or make the module that does this a leaf."
                 )
-        after = self.state(aliases)
         changed = sorted(
             key for key in self._before.keys() | after.keys() if self._before.get(key) != after.get(key)
         )

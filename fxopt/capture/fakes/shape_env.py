@@ -1,7 +1,7 @@
 """A ShapeEnv that does not specialise sizes of 0 and 1, and keeps the model's line for each guard.
 
 torch's operators ask whether a size is 1 (to broadcast, to choose strides), though mostly the answer changes nothing that anybody
-can see. So the operator is run once more with that size set to 1 (`SizeOneTrials`): when its output has the shape and strides
+can see. So the operator is run once more with that size set to 1 (`agrees_at_one`): when its output has the shape and strides
 that the general run predicts, there is no guard. Where the model's own Python asked, the whole forward is captured again.
 """
 
@@ -22,7 +22,7 @@ from fxopt.capture.capture_internals import (
     int_oo,
 )
 from fxopt.capture.fakes.size_facts import SizeFacts
-from fxopt.capture.fakes.size_one_trials import SizeOneTrials
+from fxopt.capture.fakes.size_one_trials import agrees_at_one
 
 # The message of a runtime assertion that need not be written, because a check stands where it was learned.
 LEARNED = "learned"
@@ -68,7 +68,6 @@ class CaptureShapeEnv(ShapeEnv):
         self._origins: list[str] = []
         self._relaxed: list[tuple[Any, str]] = []
         self._questions: dict[Any, bool] | None = None
-        self._trials = SizeOneTrials(self)
         self.facts = SizeFacts(self)
 
     def create_symbol(self, val: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +173,7 @@ class CaptureShapeEnv(ShapeEnv):
         for question, answer in questions.items():
             (symbol,) = question.free_symbols
             if symbol not in verdicts:
-                verdicts[symbol] = self._trials.agree(symbol, call, args, kwargs, result)
+                verdicts[symbol] = agrees_at_one(self, symbol, call, args, kwargs, result)
             if not verdicts[symbol]:
                 self.guard({question: answer})
                 continue

@@ -119,23 +119,16 @@ def guards_of(conditions: list[Condition], translated: Callable[[Any], Any]) -> 
     """The conditions that say something, once each."""
     guards: dict[str, SizeGuard] = {}
     for condition, origin in conditions:
-        expression = translated(condition).replace(_is_limit, _limit)
+        expression = translated(condition).replace(lambda part: isinstance(part, sympy.Eq), _limit)
         if expression is not sympy.true:
             text = python_expression(expression)
             guards.setdefault(text, SizeGuard(text, origin))
     return list(guards.values())
 
 
-def _is_limit(expression: Any) -> bool:
-    """Tell whether an expression is `min(24, s) == s`: how torch asks whether a slice takes the whole dimension."""
-    return isinstance(expression, sympy.Eq) and any(
-        isinstance(whole, Min) and side in whole.args
-        for side, whole in (expression.args, expression.args[::-1])
-    )
-
-
-def _limit(expression: Any) -> Any:
-    """`min(24, s) == s` as `s <= 24`."""
-    left, right = expression.args
-    side, whole = (left, right) if isinstance(right, Min) and left in right.args else (right, left)
-    return sympy.And(*(sympy.Le(side, other) for other in whole.args if other != side))
+def _limit(equality: Any) -> Any:
+    """`min(24, s) == s`, by which torch asks whether a slice takes the whole dimension, as `s <= 24`; another one as it is."""
+    for side, whole in (equality.args, equality.args[::-1]):
+        if isinstance(whole, Min) and side in whole.args:
+            return sympy.And(*(sympy.Le(side, other) for other in whole.args if other != side))
+    return equality

@@ -32,23 +32,7 @@ _BINARY: dict[str, Callable[..., Any]] = {
     "or": operator.or_,
     "xor": operator.xor,
 }
-_REFLECTED = {
-    f"__r{name}__": _BINARY[name]
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "matmul",
-        "and",
-        "or",
-        "xor",
-    ]
-}
+_REFLECTED = {f"__r{name}__": operation for name, operation in _BINARY.items()}
 _UNARY: dict[str, Callable[..., Any]] = {
     "neg": operator.neg,
     "negative": operator.neg,

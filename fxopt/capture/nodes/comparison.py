@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -68,20 +67,17 @@ def views_of_same_shape(
     Left out are those where either is written, and those that have no gradient where what they view may have one.
     """
 
-    def facts(node: torch.fx.Node) -> list[Any]:
-        found = _facts(node.meta.get("val"))
-        return [size(fact) if isinstance(fact, sympy.Basic) else fact for fact in found]
+    def same_size(mine: Any, its: Any) -> bool:
+        return same_expression(size(mine), size(its))
 
     views = {}
     detached = _without_gradients(graph)
     for node in calls_of(graph):
         viewed = node.args[0] if function_name(node) in _RESHAPING and node.args else None
-        if isinstance(viewed, torch.fx.Node) and not (
-            _is_written(node) or _is_written(viewed) or node in detached
-        ):
-            pairs = itertools.zip_longest(facts(node), facts(viewed))
-            if all(mine == its or same_expression(mine, its) for mine, its in pairs):
-                views[node] = viewed
+        if not isinstance(viewed, torch.fx.Node) or node in detached:
+            continue
+        if not (_is_written(node) or _is_written(viewed)) and same_results([(node, viewed)], same_size):
+            views[node] = viewed
     return views
 
 
@@ -144,8 +140,7 @@ class CallComparison:
         mine, its = _without_aliases(mine, self._aliases), _without_aliases(its, self._aliases)
         if _is_reference(mine) and mine.target == its.target:
             return self.same((mine.op, mine.args), (its.op, its.args))
-        read = (mine.target, its.target, mine.args[1:], its.args[1:])
-        return self.counterpart.get(mine) is its or read == (getattr, getattr, ("device",), ("device",))
+        return self.counterpart.get(mine) is its or (is_device(mine) and is_device(its))
 
 
 def same_calls(pairs: Pairs, same_size: Callable[[Any, Any], bool], aliases: Aliases | None = None) -> bool:
@@ -231,6 +226,11 @@ def _is_reference(node: torch.fx.Node) -> bool:
         return True
     whole = node.args[0] if node.target is operator.getitem else None
     return isinstance(whole, torch.fx.Node) and isinstance(whole.meta.get("val"), tuple)
+
+
+def is_device(node: torch.fx.Node) -> bool:
+    """Tell whether a node reads the device of a tensor."""
+    return node.target is getattr and node.args[1] == "device"
 
 
 def is_size(value: Any) -> bool:

@@ -6,7 +6,6 @@ import ast
 import itertools
 import json
 import keyword
-import math
 import operator
 from typing import Any
 
@@ -15,12 +14,13 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fxopt.capture.capture_internals import custom_builtins, number_of_truth
+from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
+from fxopt.capture.nodes.size_nodes import ROUNDING
 from fxopt.errors import TraceError
 
 # Functions of these modules compute with symbols; those of Python itself would ask for a number.
 _SYMBOLIC = (operator.add.__module__, "torch")
-_ROUNDING = (math.floor, math.ceil, math.trunc, round)
-_NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+_NUMBERS = (bool, int, float, *SymbolicNumber)
 
 
 def complete_metadata(graph: Graph, root: str) -> None:
@@ -55,7 +55,7 @@ def _value(node: Node) -> Any:
         return target(*args, **kwargs)
     if target is int and isinstance(args[0], torch.SymBool):
         return number_of_truth(args[0])
-    symbolic = target in _ROUNDING or getattr(target, "__module__", "") in _SYMBOLIC
+    symbolic = target in ROUNDING or getattr(target, "__module__", "") in _SYMBOLIC
     if symbolic and all(isinstance(value, _NUMBERS) for value in args):
         return target(*args, **kwargs)
     return None

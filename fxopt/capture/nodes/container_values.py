@@ -13,7 +13,7 @@ import torch
 
 from fxopt.capture.nodes.call_targets import importable
 from fxopt.errors import TraceError
-from fxopt.objects import attributes, find, in_order, is_found, is_open
+from fxopt.objects import attributes, find, in_order, is_found, is_open, qualified_name
 
 _VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
 
@@ -37,7 +37,7 @@ def write_container(
         return create("call_function", kind, (), {n: argument(v) for n, v in vars(value).items()}, None)
     if kind is collections.defaultdict:
         made_by = value.default_factory
-        name = "" if made_by is None else f"{made_by.__module__}.{made_by.__qualname__}"
+        name = qualified_name(made_by)
         if made_by is None or is_found(name, made_by):
             factory = made_by and create("call_function", find, (name,), {}, None)
             pairs = [(key, argument(item)) for key, item in value.items()]

@@ -26,7 +26,7 @@ from fxopt.capture.nodes.source_location import RunningCode, describe_location, 
 from fxopt.capture.runtime.checks import check_value
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of, version_of
-from fxopt.objects import is_open, mapped, tensors_in
+from fxopt.objects import is_open, mapped, qualified_name, tensors_in
 from fxopt.torch_internals import FakeTensor
 
 _PLAIN_TUPLES = ("builtins", "torch", "torch.return_types")
@@ -67,10 +67,9 @@ class GraphWriter:
 
     def add_input(self, tensor: torch.Tensor, node: torch.fx.Node, path: tuple[tuple[str, Any], ...]) -> None:
         """Take `tensor` as the value of a placeholder, or of the entry at `path` inside it."""
-        self._bind(tensor, Origin(node, path))
-        if self._device_source is None and tensor.device == self.device:
-            self._device_source = node if not path else None
-        self.sizes.bind_shape(tensor, functools.partial(self._node_of, tensor))
+        self.bind_result(tensor, Origin(node, path))
+        if self._device_source is None and tensor.device == self.device and not path:
+            self._device_source = node
 
     def add_object(self, value: Any, node: torch.fx.Node, path: tuple[tuple[str, Any], ...]) -> None:
         """Take an open object as the value of a placeholder, or of what is at `path` inside it."""
@@ -133,7 +132,7 @@ class GraphWriter:
                 f"torch's own generator is used, or make the module that draws a leaf (leaf_modules=...). {self.where()}"
             )
         raise TraceError(
-            f"a {type(value).__module__}.{type(value).__qualname__} is used where the graph can hold tensors, "
+            f"a {qualified_name(type(value))} is used where the graph can hold tensors, "
             f"numbers, strings, dtypes, devices, and tuples, lists, dicts, dataclasses and plain objects of those. {self.where()}"
         )
 
@@ -280,7 +279,7 @@ class GraphWriter:
 
     @contextlib.contextmanager
     def inside(self, name: str, module: torch.nn.Module) -> Iterator[None]:
-        self._modules.append((name, f"{type(module).__module__}.{type(module).__qualname__}"))
+        self._modules.append((name, qualified_name(type(module))))
         try:
             yield
         finally:

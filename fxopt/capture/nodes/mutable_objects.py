@@ -28,6 +28,7 @@ from fxopt.objects import (
     is_mutable,
     is_open,
     key_kind,
+    qualified_name,
     set_attributes,
     set_items,
 )
@@ -146,7 +147,7 @@ class MutableObjects:
 
     def _build(self, value: Any) -> None:
         self._begin(value)
-        made = self.create(build_object, _qualified_name(type(value)), self._contents(value))
+        made = self.create(build_object, _importable_name(type(value)), self._contents(value))
         self.add(value, lambda: made)
 
     def _begin(self, value: Any) -> None:
@@ -170,10 +171,10 @@ class MutableObjects:
             self._begin(value)
             return self._contents(value)
         if isinstance(value, (type, types.FunctionType)):
-            return self.create(find, _qualified_name(value))
+            return self.create(find, _importable_name(value))
         if isinstance(value, enum.Enum) and value.name in type(value).__members__:
             # torch.fx writes no member of an enumeration in a dict.
-            return self.create(find, f"{_qualified_name(type(value))}.{value.name}")
+            return self.create(find, f"{_importable_name(type(value))}.{value.name}")
         return self.argument(value)
 
     def _keep(self, values: list[Any]) -> None:
@@ -200,8 +201,9 @@ class MutableObjects:
         known = self._known.get(id(value))
         if known is not None:
             yield known
-        for part in _parts(value):
-            yield from self._reachable(part)
+        if isinstance(value, (tuple, list, dict)) or is_open(value):
+            for part in entries(value).values():
+                yield from self._reachable(part)
 
 
 def _changed(known: _Known, now: dict[Any, Any]) -> list[Any]:
@@ -220,14 +222,8 @@ def _same(value: Any, other: Any) -> bool:
     return value is other
 
 
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, (tuple, list)):
-        return list(value)
-    return list(entries(value).values()) if isinstance(value, dict) or is_open(value) else []
-
-
-def _qualified_name(value: Any) -> str:
-    name = f"{value.__module__}.{value.__qualname__}"
+def _importable_name(value: Any) -> str:
+    name = qualified_name(value)
     if not is_found(name, value):
         raise TraceError(
             f"{name} cannot be imported by that name, so no graph can make one. Define it at the top level of a module."

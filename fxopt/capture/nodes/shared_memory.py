@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,16 @@ from fxopt.errors import TraceError
 from fxopt.memory import storage_of
 from fxopt.objects import build_object, set_attributes, set_items, tensors_in
 from fxopt.operators import Fact, facts_of
+
+
+def called_module(model: torch.nn.Module, node: torch.fx.Node) -> torch.nn.Module | None:
+    """The module of a model that a node calls; None for other nodes."""
+    return model.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def memory_of(nodes: Iterable[torch.fx.Node]) -> set[int]:
+    """The memory of the tensors in the values of nodes."""
+    return {storage_of(tensor) for node in nodes for tensor in tensors_in(node.meta.get("val"))}
 
 
 class OutOfSightError(TraceError):
@@ -59,7 +69,7 @@ class SharedMemory:
 
     def _is_new(self, node: torch.fx.Node) -> bool:
         """Tell whether the value of a node is in memory of its own for all inputs: `x.float()` may be `x` in another call."""
-        module = self._model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        module = called_module(self._model, node)
         if node.args and node.args[0] in (written_by(node, module) or ()):
             return self._is_new(node.args[0])  # type: ignore[arg-type]  # what is written is a node
         return Fact.NEW in facts_of(node, module)

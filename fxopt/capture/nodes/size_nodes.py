@@ -24,6 +24,7 @@ from fxopt.errors import TraceError
 
 # The functions of `math` that torch has for sympy, besides the square root, which it can compute itself.
 FLOAT_FUNCTIONS = ("exp", "log", "log2", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan")
+ROUNDING = (math.floor, math.ceil, math.trunc, round)
 
 
 class SizeNodes:
@@ -128,13 +129,7 @@ def _to_int(function: Callable[..., Any], x: Any, dtype: Any) -> Any:
     return _rounded(function, x)
 
 
-_TO_INT: dict[str, Callable[..., Any]] = {
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "trunc": math.trunc,
-    "round": round,
-}
 for _name in FLOAT_FUNCTIONS:
     setattr(_Analysis, _name, staticmethod(functools.partial(_rounded, getattr(math, _name))))
-for _name, _function in _TO_INT.items():
-    setattr(_Analysis, f"{_name}_to_int", staticmethod(functools.partial(_to_int, _function)))
+for _function in ROUNDING:
+    setattr(_Analysis, f"{_function.__name__}_to_int", staticmethod(functools.partial(_to_int, _function)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from fxopt.capture.patches.replaced import Patches
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.tensor_data import contains
 from fxopt.capture.runtime import modes
+from fxopt.graph import reached
 
 Function = torch.autograd.Function
 
@@ -42,7 +43,7 @@ def patch_apply(patch: Patches, recorder: Recorder) -> None:
         return _call(recorder, cls, bound, args, kwargs)
 
     patch.set(Function, "apply", classmethod(apply))
-    for cls in _subclasses(Function):
+    for cls in reached(Function.__subclasses__(), lambda cls: cls.__subclasses__()):
         if isinstance(vars(cls).get("forward"), staticmethod):
             _patch_forward(patch, cls, recorder)
 
@@ -67,18 +68,12 @@ def _patch_forward(patch: Patches, cls: Any, recorder: Recorder) -> None:
     patch.set(cls, "forward", staticmethod(seen))
 
 
-def _subclasses(cls: Any) -> Iterator[Any]:
-    for subclass in cls.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)
-
-
 def _call(recorder: Recorder, cls: type, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a `torch.autograd.Function` out of sight, and write one node, so that it keeps its backward; none can hold a module."""
     if contains([*args, *kwargs.values()], torch.nn.Module):
         return _call_forward(recorder, cls, args, kwargs)
     writer = recorder.writer
-    args, kwargs = writer.faked(args), writer.faked(kwargs)
+    args, kwargs = writer.faked((args, kwargs))
     with recorder.paused():
         result = apply(*args, **kwargs)
     node_args, node_kwargs = writer.arguments(f"{cls.__qualname__}.apply", args, kwargs)

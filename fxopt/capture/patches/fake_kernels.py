@@ -34,7 +34,7 @@ def patch_kernels(patch: Patches) -> None:
     for operator in filter(None, _RECURRENT):
         step_by_step = operator.py_kernels[_AUTOGRAD]
         _replace(patch, operator, functools.partial(_first_step, step_by_step), step_by_step)
-    for operator, kernel in _KERNELS.items():
+    for operator, kernel in _REPLACED:
         if operator is not None:
             in_parts = functools.partial(run_for_key_of(operator), _COMPOSITE)
             _replace(patch, operator, kernel, in_parts)
@@ -179,18 +179,19 @@ def _fake_quantize(tensor: torch.Tensor, *options: Any) -> torch.Tensor:
 
 
 # Kernels of operators that torch has in C++ alone, which fixes sizes; what is made of values has any.
-_KERNELS: dict[Any, Callable[..., Any]] = {
-    replaced_operator("cdist.default"): _distances,
-    replaced_operator("take_along_dim.default"): _take_along_dim,
-    replaced_operator("kron.default"): _kron,
-    replaced_operator("linalg_multi_dot.default"): _multi_dot,
-    replaced_operator("fill_diagonal_.default"): _fill_diagonal,
-    replaced_operator("combinations.default"): _combinations,
-    replaced_operator("tensor_split.sections"): _tensor_split,
-    replaced_operator("max_pool1d.default"): _max_pool1d,
-    replaced_operator("fake_quantize_per_tensor_affine.default"): _fake_quantize,
-    replaced_operator("fake_quantize_per_tensor_affine.tensor_qparams"): _fake_quantize,
-    replaced_operator("fake_quantize_per_channel_affine.default"): _fake_quantize,
-    replaced_operator("ctc_loss.IntList"): _ctc_loss,
-    replaced_operator("ctc_loss.Tensor"): _ctc_loss,
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "cdist.default": _distances,
+    "take_along_dim.default": _take_along_dim,
+    "kron.default": _kron,
+    "linalg_multi_dot.default": _multi_dot,
+    "fill_diagonal_.default": _fill_diagonal,
+    "combinations.default": _combinations,
+    "tensor_split.sections": _tensor_split,
+    "max_pool1d.default": _max_pool1d,
+    "fake_quantize_per_tensor_affine.default": _fake_quantize,
+    "fake_quantize_per_tensor_affine.tensor_qparams": _fake_quantize,
+    "fake_quantize_per_channel_affine.default": _fake_quantize,
+    "ctc_loss.IntList": _ctc_loss,
+    "ctc_loss.Tensor": _ctc_loss,
 }
+_REPLACED = [(replaced_operator(name), kernel) for name, kernel in _KERNELS.items()]

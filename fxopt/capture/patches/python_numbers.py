@@ -17,7 +17,7 @@ from fxopt.capture.capture_internals import SYMBOLIC, SymNode, float_operations,
 from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
 from fxopt.capture.data_dependence.branches import SizeAsKeyError
 from fxopt.capture.data_dependence.source_statements import is_diagnostic
-from fxopt.capture.fakes.dynamic_shapes import is_backed
+from fxopt.capture.fakes.dynamic_shapes import PYTHON_TYPES, is_given
 from fxopt.capture.fakes.shape_env import Rounded
 from fxopt.capture.nodes.size_nodes import FLOAT_FUNCTIONS
 from fxopt.capture.nodes.source_location import is_model_code, makes_calls
@@ -71,12 +71,11 @@ def _extremes(patch: Patches, decisions: BranchDecisions) -> None:
             if len(args) == 1 and type(args[0]) is types.GeneratorType:
                 args = (list(args[0]),)
             values = args[0] if len(args) == 1 and type(args[0]) in (tuple, list) else args
-            sizes = all(type(value) in (int, torch.SymInt) for value in values)
-            free = sizes and not all(type(value) is int for value in values)
+            kinds = set(map(type, values))
+            free = torch.SymInt in kinds and kinds <= {int, torch.SymInt}
             if not free or options or not is_model_code(sys._getframe(2).f_code.co_filename):
                 return original(*args, **options)
-            known = all(type(value) is int or is_backed(value) for value in values)
-            if decisions.specialised and not known:
+            if decisions.specialised and not all(map(is_given, values)):
                 return original(*args)
             return functools.reduce(symbolic, values)
 
@@ -102,18 +101,19 @@ def _keys(patch: Patches, decisions: BranchDecisions) -> None:
 def _types(patch: Patches, decisions: BranchDecisions) -> None:
     """A free size is an int to the model: to `isinstance`, and as text, for which it must be known but in messages."""
     original: Any = builtins.isinstance
-    numbers: dict[type, int | float] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
 
     def is_instance(value: Any, kinds: Any) -> bool:
         if original(value, kinds):  # first, as all of torch asks millions of times
             return True
         known = (
-            type(value) in numbers and patch.active() and is_model_code(sys._getframe(1).f_code.co_filename)
+            type(value) in PYTHON_TYPES
+            and patch.active()
+            and is_model_code(sys._getframe(1).f_code.co_filename)
         )
-        return known and bool(original(numbers[type(value)], kinds))
+        return known and bool(original(PYTHON_TYPES[type(value)](), kinds))
 
     patch.set(builtins, "isinstance", is_instance)
-    for cls, kind in ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool)):
+    for cls, kind in PYTHON_TYPES.items():
 
         def __repr__(original: Any, self: Any, kind: Any = kind) -> str:
             frame = sys._getframe(2)

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 
-from fxopt.capture.fakes.dynamic_shapes import is_backed
+from fxopt.capture.fakes.dynamic_shapes import PYTHON_TYPES, is_given
 from fxopt.capture.nodes.source_location import is_model_package, makes_calls
 from fxopt.capture.patches.replaced import Patches
 from fxopt.torch_internals import FakeTensor
 
-_NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 # Instructions of comparisons, those of tuples and unions of types among them, and those that only load more.
 _COMPARES = {"BUILD_TUPLE", "BINARY_OP", "COMPARE_OP", "CONTAINS_OP", "MATCH_CLASS"}
 _LOADS = {"LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD"}
@@ -39,9 +38,12 @@ def patch_types(patch: Patches, model: torch.nn.Module, decided: bool) -> None:
         if len(args) == 1 and patch.active():
             if found is FakeTensor:
                 return torch.nn.Parameter if isinstance(args[0], torch.nn.Parameter) else torch.Tensor
-            found = _NUMBERS.get(found, found)
+            found = PYTHON_TYPES.get(found, found)
         known = sys._getframe(2).f_globals  # of the model's module, which may have an `int` of its own
         return known.get(found.__name__, found) if found in (type, int, float, range) else found
+
+    def is_symbolic(value: Any) -> bool:
+        return type(value) in (torch.SymInt, torch.SymFloat) and (not decided or value.node.has_hint())
 
     def whole(*args: Any, **kwargs: Any) -> Any:
         value: Any = args[0] if len(args) == 1 and not kwargs and patch.active() else None
@@ -49,20 +51,16 @@ def patch_types(patch: Patches, model: torch.nn.Module, decided: bool) -> None:
             value = value.item()
         if type(value) is torch.SymBool and not value.node.has_hint() and not decided:
             value = torch.sym_ite(value, 1, 0)
-        symbolic = type(value) in (torch.SymInt, torch.SymFloat) and not (
-            decided and not value.node.has_hint()
-        )
-        return torch.sym_int(value) if symbolic else int(*args, **kwargs)
+        return torch.sym_int(value) if is_symbolic(value) else int(*args, **kwargs)
 
     @makes_calls
     def real(*args: Any) -> Any:
-        symbolic = len(args) == 1 and type(args[0]) in (torch.SymInt, torch.SymFloat) and patch.active()
-        symbolic = symbolic and not (decided and not args[0].node.has_hint())
+        symbolic = len(args) == 1 and is_symbolic(args[0]) and patch.active()
         return torch.sym_float(args[0]) if symbolic else float(*args)
 
     def steps(*args: Any) -> Any:
         symbolic = any(type(value) is torch.SymInt for value in args)
-        return _steps(*args) if symbolic and all(map(_is_given, args)) and patch.active() else range(*args)
+        return _steps(*args) if symbolic and all(map(is_given, args)) and patch.active() else range(*args)
 
     stand_ins = {
         "type": _stand_in(type, type_of),
@@ -96,10 +94,6 @@ def _globals(model: torch.nn.Module) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _is_given(value: Any) -> bool:
-    return type(value) is int or is_backed(value)
-
-
 def _steps(start: Any, stop: Any = None, step: Any = 1) -> Any:
     """A range of free sizes: its length is fixed, so that a loop over chunks holds for all sizes with as many of them."""
     start, stop = (0, start) if stop is None else (start, stop)
@@ -119,7 +113,7 @@ def _stand_in(kind: type, call: Callable[..., Any], bases: tuple[type, ...] | No
             return call(*args, **kwargs)
 
         def __instancecheck__(cls, value: Any) -> bool:
-            return isinstance(value, kind) or _NUMBERS.get(type(value)) is kind  # C code asks this, too
+            return isinstance(value, kind) or PYTHON_TYPES.get(type(value)) is kind  # C code asks this, too
 
         def __subclasscheck__(cls, value: Any) -> bool:
             return issubclass(value, kind)

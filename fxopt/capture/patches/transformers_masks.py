@@ -21,6 +21,7 @@ import torch
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.source_location import describe_origin
 from fxopt.capture.patches.replaced import Patches
+from fxopt.graph import first_argument, reached
 from fxopt.torch_internals import version_of
 
 # The one of transformers' implementations that leaves out causal masks, and the one whose functions are the models' own;
@@ -175,7 +176,7 @@ def _is_part(mask: torch.fx.Node, made: Collection[torch.fx.Node]) -> bool:
     """Tell whether a mask is one of those that were made, or rows and columns of it, with nothing else joined to it."""
     while mask not in made:
         name = mask.target if isinstance(mask.target, str) else getattr(mask.target, "__name__", "")
-        source = mask.args[0] if mask.args else mask.kwargs.get("input")
+        source = first_argument(mask)
         if name not in _KEEPS or not isinstance(source, torch.fx.Node):
             return False
         mask = source
@@ -222,9 +223,4 @@ def _changed(attention: str, origin: str) -> str:
 
 def _sources(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     """A mask and what it is made of; not what went into a layer that gives a part of it, such as a bias by position."""
-    seen, left = {node}, [node]
-    while left:
-        yield (taken := left.pop())
-        new = [source for source in taken.all_input_nodes if source not in seen and taken.op != "call_module"]
-        seen.update(new)
-        left.extend(new)
+    return reached([node], lambda made: made.all_input_nodes if made.op != "call_module" else ())

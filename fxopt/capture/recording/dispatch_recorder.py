@@ -41,7 +41,7 @@ class DispatchRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = self._writer.faked(args), self._writer.faked(kwargs or {})
+        args, kwargs = self._writer.faked((args, kwargs or {}))
         result: Any = None
         if operator.overloadpacket is aten.squeeze:
             list(squeeze_with_guard(is_backed, *args, **kwargs))

@@ -8,14 +8,15 @@ nodes are then moved into a graph whose inputs are what they use from outside, p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fxopt import effects
 from fxopt.capture.capture_internals import cond, free_unbacked_symbols, sdpa_dense
-from fxopt.capture.nodes.comparison import is_call
+from fxopt.capture.nodes.comparison import is_call, is_device
+from fxopt.capture.nodes.shared_memory import memory_of
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.torch_call import Call
 from fxopt.capture.runtime import checks, modes
@@ -141,12 +142,12 @@ def _recorded(recorder: Recorder, function: Callable[..., Any], operands: Sequen
     results = [recorder.writer.argument(output) for output in outputs]
     nodes: dict[torch.fx.Node, None] = {}
     for node in graph.nodes:
-        own = is_call(node) or _is_device(node) or any(source in nodes for source in node.all_input_nodes)
+        own = is_call(node) or is_device(node) or any(source in nodes for source in node.all_input_nodes)
         if node not in before and own:
             nodes[node] = None
     used = [source for node in nodes for source in node.all_input_nodes] + results
     outside = list(dict.fromkeys(source for source in used if source not in nodes))
-    given = {storage_of(t) for source in outside for t in tensors_in(source.meta.get("val"))}
+    given = memory_of(outside)
     if reason := next(filter(None, (_refused(node, given) for node in nodes)), None):
         recorder.fail(f"a branch of torch.cond {reason}, which a graph of its own cannot")
     memory = [storage_of(output) for output in outputs]
@@ -162,7 +163,7 @@ def _recorded(recorder: Recorder, function: Callable[..., Any], operands: Sequen
     return _Branch(outputs, structure, list(nodes), outside)
 
 
-def _refused(node: torch.fx.Node, given: Collection[int]) -> str | None:
+def _refused(node: torch.fx.Node, given: set[int]) -> str | None:
     """Why a node cannot be in a branch to which this memory is given; None if it can."""
     if node.target in _REFUSED:
         return _REFUSED[node.target]
@@ -172,10 +173,8 @@ def _refused(node: torch.fx.Node, given: Collection[int]) -> str | None:
         return "makes a tensor whose size depends on values"
     if isinstance(node.target, Conditional):
         return None
-    for written in effects.written_by(node, None) or ():
-        if any(storage_of(tensor) in given for tensor in tensors_in(written.meta.get("val"))):
-            return "writes into a tensor from outside"
-    return None
+    written = effects.written_by(node, None) or ()
+    return None if given.isdisjoint(memory_of(written)) else "writes into a tensor from outside"
 
 
 def _graph_module(branch: _Branch, operands: Sequence[torch.fx.Node], writer: Any) -> TracedModule:
@@ -197,7 +196,3 @@ def _like(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         made = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
     differentiable = torch.is_grad_enabled() and (one.requires_grad or other.requires_grad)
     return made.requires_grad_().view_as(made) if differentiable else made
-
-
-def _is_device(node: torch.fx.Node) -> bool:
-    return node.target is getattr and node.args[1] == "device"

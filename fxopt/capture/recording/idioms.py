@@ -10,6 +10,7 @@ import torch
 
 from fxopt.capture.capture_internals import istft as whole_istft
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
+from fxopt.capture.recording.indexing import MakesCall
 from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.torch_call import Call
 from fxopt.errors import TraceError
@@ -31,11 +32,8 @@ SHAPES: dict[str, Callable[..., tuple[Any, ...]]] = {
     "triu_indices": lambda row, col, offset=0: (2, row * col - _below(row, col, offset - 1)),
 }
 
-# `call(function, args, kwargs)` makes a call and writes its node.
-Caller = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
-
-def with_torch_values(value: Any, call: Caller) -> Any:
+def with_torch_values(value: Any, call: MakesCall) -> Any:
     """`value`, an argument of a call, with dtypes in the place of Python's types, and tensors in that of numpy's arrays."""
     if isinstance(value, type):
         return _DTYPES.get(value, value)
@@ -51,14 +49,14 @@ def _is_replaced(value: Any) -> bool:
     return kind.__name__ == "ndarray" or (isinstance(value, type) and value in _DTYPES)
 
 
-def affine_grid(call: Caller, theta: Any, size: Any, align_corners: bool | None = None) -> Any:
+def affine_grid(call: MakesCall, theta: Any, size: Any, align_corners: bool | None = None) -> Any:
     """`affine_grid` of free sizes: torch's Python code asks which of them is the least."""
     if all(type(length) is int for length in size):
         return NotImplemented
     return call(torch.affine_grid_generator, (theta, list(size), bool(align_corners)), {})
 
 
-def deep_copy(call: Caller, tensor: Any, memo: dict[int, Any]) -> Any:
+def deep_copy(call: MakesCall, tensor: Any, memo: dict[int, Any]) -> Any:
     """`copy.deepcopy` of a tensor."""
     if id(tensor) not in memo:
         if tensor.requires_grad and not tensor.is_leaf:
@@ -70,17 +68,17 @@ def deep_copy(call: Caller, tensor: Any, memo: dict[int, Any]) -> Any:
     return memo[id(tensor)]
 
 
-def reduced(call: Caller, tensor: Any, _protocol: int) -> Any:
+def reduced(call: MakesCall, tensor: Any, _protocol: int) -> Any:
     """How `copy.copy` makes another tensor in the same memory."""
     return _without_history, (call, tensor, tensor.requires_grad)
 
 
-def _without_history(call: Caller, tensor: Any, requires_grad: bool) -> Any:
+def _without_history(call: MakesCall, tensor: Any, requires_grad: bool) -> Any:
     made = call(torch.Tensor.detach, (tensor,), {})
     return call(torch.Tensor.requires_grad_, (made,), {}) if requires_grad else made
 
 
-def one_hot(call: Caller, tensor: Any, num_classes: Any = -1) -> Any:
+def one_hot(call: MakesCall, tensor: Any, num_classes: Any = -1) -> Any:
     """`one_hot` with as many classes as a free size says, or as the largest index needs, where no number is given."""
     if type(num_classes) is int:
         if num_classes != -1:
@@ -92,7 +90,7 @@ def one_hot(call: Caller, tensor: Any, num_classes: Any = -1) -> Any:
     return call(torch.Tensor.scatter, (zeros, -1, call(torch.Tensor.unsqueeze, (tensor, -1), {}), 1), {})
 
 
-def new_tensor(call: Caller, tensor: Any, data: Any, **options: Any) -> Any:
+def new_tensor(call: MakesCall, tensor: Any, data: Any, **options: Any) -> Any:
     """`tensor.new_tensor` of a numpy array."""
     if type(data).__name__ != "ndarray":
         return NotImplemented

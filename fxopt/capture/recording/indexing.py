@@ -20,7 +20,7 @@ import torch
 from fxopt.capture.fakes.dynamic_shapes import is_unbacked
 from fxopt.torch_internals import FakeTensor
 
-# Makes a call of the forward: a function with its arguments.
+# Makes a call of the forward, a function with its arguments, and writes its node.
 MakesCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 

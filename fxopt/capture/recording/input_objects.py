@@ -77,8 +77,7 @@ def filled(value: Any, items: dict[Any, Any]) -> Any:
 
 
 def identities(container: Any) -> list[tuple[Any, int]]:
-    items = entries(list(container) if isinstance(container, tuple) else container)
-    return [(key, id(value)) for key, value in items.items()]
+    return [(key, id(value)) for key, value in entries(container).items()]
 
 
 def takes_any_dtype(node: torch.fx.Node) -> bool:

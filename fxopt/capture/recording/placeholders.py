@@ -12,7 +12,13 @@ import torch
 from torch.export import Dim
 
 from fxopt.capture.capture_internals import ConstantSource, DimDynamic
-from fxopt.capture.fakes.dynamic_shapes import dynamic_dimensions, is_for_all, part_of, symbolic_context
+from fxopt.capture.fakes.dynamic_shapes import (
+    dynamic_dimensions,
+    expression_of_size,
+    is_for_all,
+    part_of,
+    symbolic_context,
+)
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
 from fxopt.capture.fakes.size_constraints import DynamicDimension, DynamicDimensions
 from fxopt.capture.nodes.container_values import check_keys
@@ -184,7 +190,7 @@ class Placeholders:
             )
             self._equate(sizes[dim], choice, example.shape[dim])
         self.examples[id(fake)] = example
-        shape: Any = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
+        shape = tuple(map(expression_of_size, sizes))
         made = TensorSpec(
             name, path, value.dtype, shape, layout=layout(example), requires_grad=example.requires_grad
         )

@@ -64,15 +64,17 @@ class PropertyReads:
 
     def answers(self) -> Any:
         """The properties that were read, with their values, to compare with another run."""
-        modes = {mode: answer for mode, (answer, _) in self.modes_read.items()}
-        return "layout" in self.read_at, self.dtypes_read_at.keys(), modes
+        return "layout" in self.read_at, self.dtypes_read_at.keys(), self._modes()
 
     def cover(self, other: PropertyReads) -> bool:
         """Tell whether a graph that holds for these answers alone holds for those of `other` alone."""
-        modes = {mode: answer for mode, (answer, _) in self.modes_read.items()}
         return (
             self.read_at.keys() >= other.read_at.keys()
             and self.dtypes_asked >= other.dtypes_asked
             and self.dtypes_read_at.keys() >= other.dtypes_read_at.keys()
-            and all(modes.get(mode) == answer for mode, (answer, _) in other.modes_read.items())
+            and self._modes().items() >= other._modes().items()
         )
+
+    def _modes(self) -> dict[str, bool]:
+        """The answer for each global mode that was read."""
+        return {mode: answer for mode, (answer, _) in self.modes_read.items()}

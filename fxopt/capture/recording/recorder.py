@@ -106,7 +106,7 @@ class Recorder(PreDispatchTorchFunctionMode):
             if self.shell.stale and any(id(t) in self.shell.stale for t in tensors_in((args, kwargs))):
                 raise TraceError(f"the forward reads what an earlier call has left. {self.writer.where()}")
             if function is not LIFT_FRESH:  # which makes a fake of its argument
-                args, kwargs = self.writer.faked(args), self.writer.faked(kwargs)
+                args, kwargs = self.writer.faked((args, kwargs))
             return self.call(function, args, kwargs)
         except TraceError as error:
             self.failure = self.failure or error
@@ -210,7 +210,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         of_torch = type(module).__module__.startswith("torch.nn.")
         if self.shell.has_changed(module) or (self.records_layers_in_calls and of_torch):
             return self.call_container(name, module, args, kwargs)  # the graph would call the model's own
-        args, kwargs = self.writer.faked(args), self.writer.faked(kwargs)
+        args, kwargs = self.writer.faked((args, kwargs))
         if parametrizations_cached(parametrize) or any(
             forward_hooks_of(part) or forward_pre_hooks_of(part) for part in module.modules()
         ):

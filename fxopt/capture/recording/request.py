@@ -15,6 +15,7 @@ from fxopt.capture.fakes.kept_state import KeptState
 from fxopt.capture.nodes.source_location import RunningCode
 from fxopt.capture.runtime.input_specs import same_value
 from fxopt.errors import TraceError
+from fxopt.objects import tensors_in
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,6 +46,10 @@ class Request:
     def signature(self) -> inspect.Signature:
         """How the inputs are given."""
         return inspect.signature(getattr(self.model, self.method or "forward"))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of the model, and those of the example inputs."""
+        return [*self.model.parameters(), *self.model.buffers(), *tensors_in(self.inputs)]
 
     def device(self) -> torch.device:
         """The one device of the model (of the inputs, where it has no tensors)."""

@@ -30,13 +30,9 @@ def make_from_data(recorder: Recorder, call: Call) -> Any:
     kind = _dtype_of(args[0]) if args and not kwargs.keys() - {"dtype", "device"} else None
     if kind is not None:
         return _of_sizes(recorder, args[0], kwargs | {"dtype": kwargs.get("dtype") or kind})
-    if call.function is not torch.tensor or not args or not are_numbers(args[0]):
-        return Call(call.function, args, kwargs)
-    return (
-        Call(call.function, args, kwargs)
-        if kwargs.get("requires_grad")
-        else _stack(recorder, args[0], kwargs)
-    )
+    if call.function is torch.tensor and args and are_numbers(args[0]) and not kwargs.get("requires_grad"):
+        return _stack(recorder, args[0], kwargs)
+    return Call(call.function, args, kwargs)
 
 
 def _dtype_of(data: Any) -> torch.dtype | None:

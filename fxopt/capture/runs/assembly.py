@@ -15,6 +15,7 @@ from fxopt.capture.runtime.checks import check_no_write
 from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.size_guards import SizeGuard
 from fxopt.capture.runtime.traced_module import ASSIGNED, TracedModule
+from fxopt.objects import qualified_name
 
 
 def assemble(run: RunResult, alternatives: list[list[SizeGuard]]) -> TracedModule:
@@ -36,7 +37,7 @@ def assemble(run: RunResult, alternatives: list[list[SizeGuard]]) -> TracedModul
         with run.graph.inserting_after(placeholders[-1]):
             named = {str(node.target).lstrip("*"): node for node in placeholders}
             run.graph.call_module(guard_name, (), named)
-    complete_metadata(run.graph, f"{type(model).__module__}.{type(model).__qualname__}")
+    complete_metadata(run.graph, qualified_name(type(model)))
     traced = TracedModule(root, run.graph, type(model).__name__)
     traced.config = getattr(model, "config", None)
     traced.meta["forward_runs"] = run.request.running.runs

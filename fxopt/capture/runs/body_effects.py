@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from fxopt.capture.data_dependence.branch_decisions import Body
-from fxopt.capture.fakes.dynamic_shapes import is_unbacked
+from fxopt.capture.fakes.dynamic_shapes import expression_of_size, is_unbacked
 from fxopt.capture.nodes.comparison import is_call
+from fxopt.capture.nodes.shared_memory import called_module
 from fxopt.capture.runs.run_result import RunResult, UnprovedError
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.checks import CHECKS, MASKS
@@ -126,8 +127,7 @@ class BodyEffects:
         return [] if mask is None else [(node, mask)]
 
     def _module(self, node: torch.fx.Node) -> torch.nn.Module | None:
-        model = self._capture.request.model
-        return model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        return called_module(self._capture.request.model, node)
 
     def _is_never_written(self, *nodes: torch.fx.Node) -> bool:
         """Tell whether no call writes into the memory of these values; inputs may share theirs."""
@@ -194,7 +194,7 @@ class BodyEffects:
 
 def _shape(tensor: torch.Tensor) -> list[Any]:
     """The sizes of a tensor as they are known, to compare them without a guard."""
-    return [size.node.expr if isinstance(size, torch.SymInt) else size for size in tensor.shape]
+    return list(map(expression_of_size, tensor.shape))
 
 
 def _is_harmless(node: torch.fx.Node) -> bool:

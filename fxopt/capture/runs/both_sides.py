@@ -29,14 +29,15 @@ from fxopt.capture.nodes.comparison import (
     same_results,
 )
 from fxopt.capture.nodes.completion import add_constant
+from fxopt.capture.nodes.shared_memory import called_module, memory_of
 from fxopt.capture.runs.equivalence import assumes_all_of, size_comparison, translation
 from fxopt.capture.runs.run_result import RunResult, UnprovedError
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.checks import check_outcome
 from fxopt.capture.runtime.conditional import IfElse
 from fxopt.capture.runtime.traced_module import TracedModule
-from fxopt.memory import storage_of
-from fxopt.objects import set_attributes, set_items, tensors_in
+from fxopt.graph import branches_of
+from fxopt.objects import set_attributes, set_items
 from fxopt.torch_internals import statically_known_true
 
 _REFUSED = {set_attributes, set_items}
@@ -100,12 +101,7 @@ class _Shared:
 
 def called_in_branches(graph: Graph) -> set[str]:
     """The layers that are called inside of the nodes that hold two sides, by name."""
-    sides = [
-        side.graph
-        for node in graph.nodes
-        if isinstance(node.target, IfElse)
-        for side in (node.target.true_branch, node.target.false_branch)
-    ]
+    sides = [side.graph for node in graph.nodes for side in branches_of(node.target)]
     layers = {str(node.target) for side in sides for node in side.nodes if node.op == "call_module"}
     return layers.union(*map(called_in_branches, sides))
 
@@ -146,11 +142,10 @@ class _Comparison(CallComparison):
         return True
 
     def _same_constants(self, mine: Node, its: Node) -> bool:
-        name, (constants, others) = str(mine.target), self._constants
-        known = {name} & (constants.keys() | others.keys()) if mine.op == "get_attr" else ()
-        return all(n in constants and n in others for n in known) and same_constants(
-            {n: constants[n] for n in known}, {n: others[n] for n in known}
-        )
+        if mine.op != "get_attr":
+            return True
+        held = [{n: t for n, t in constants.items() if n == mine.target} for constants in self._constants]
+        return same_constants(*held)
 
 
 def calls_behind(node: Node) -> set[Node]:
@@ -166,7 +161,7 @@ def _side(run: RunResult, check: Node, after: Collection[Node], values: Collecti
     if any(later & calls_behind(node) for node in nodes):
         raise UnprovedError("what follows the branch reads a size that a side of it has made")
     used = {source for node in nodes for source in node.all_input_nodes}.union(values).difference(nodes)
-    given = {storage_of(tensor) for node in used for tensor in tensors_in(node.meta.get("val"))}
+    given = memory_of(used)
     switches = [node for node in nodes if node.target in modes.SWITCHES]
     entered = {node for node in switches if not isinstance(node.args[0], Node)}
     if (
@@ -177,12 +172,11 @@ def _side(run: RunResult, check: Node, after: Collection[Node], values: Collecti
     for node in nodes:
         if isinstance(node.target, IfElse):
             continue
-        module = run.request.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        module = called_module(run.request.model, node)
         if module is not None and (not is_torch_layer(module) or isinstance(module, torch.jit.ScriptModule)):
             raise UnprovedError(f"a side of the branch calls the leaf {node.target!r}")
-        for written in effects.written_by(node, module) or ():
-            if any(storage_of(tensor) in given for tensor in tensors_in(written.meta.get("val"))):
-                raise UnprovedError("a side of the branch writes into a tensor from outside")
+        if given & memory_of(effects.written_by(node, module) or ()):
+            raise UnprovedError("a side of the branch writes into a tensor from outside")
     return nodes
 
 

@@ -17,6 +17,9 @@ from fxopt.capture.data_dependence.branches import (
     PlaceError,
 )
 from fxopt.capture.data_dependence.operator_checks import is_model_error
+from fxopt.capture.runs.both_sides import join
+from fxopt.capture.runs.equivalence import equivalent
+from fxopt.capture.runs.if_conversion import if_convert
 from fxopt.capture.runs.run_result import RunResult, UnprovedError
 from fxopt.errors import TraceError
 
@@ -28,45 +31,32 @@ _MOST_LINES = 3
 _MOST_JOINED, _MOST_NODES = 32, 12_000
 
 
-def explore_branches(
-    capture: Callable[[Outcomes], RunResult],
-    agree: Callable[[RunResult, RunResult], bool],
-    leave_out: Callable[[RunResult, RunResult, str], RunResult],
-    join: Callable[[RunResult, RunResult], RunResult],
-    like: Outcomes | None = None,
-) -> RunResult:
+def explore_branches(capture: Callable[[Outcomes], RunResult], like: Outcomes | None = None) -> RunResult:
     """Run the forward until no data-dependent branch is open; TraceError where one cannot be settled.
 
-    `capture(script)` runs it, and raises DataDependentBranch at the first branch whose outcome is not in the script.
-    `agree` says whether the graph of one run holds where another run had other outcomes; `leave_out` gives it with checks that
-    what the other one leaves out writes nothing; `join` makes one graph with both sides of a branch. `like` is the script of
-    another run, whose graph is to hold here as well: its branches are settled in the same way.
+    `capture(script)` runs it, and raises DataDependentBranch at the first branch whose outcome is not in the script. `like` is the
+    script of another run, whose graph is to hold here as well: its branches are settled in the same way.
     """
     if like is not None and like.both is not None:
-        return _BothSides(capture, join, like.both).settled(Outcomes(both=like.both))
+        return _BothSides(capture, like.both).settled(Outcomes(both=like.both))
     try:
-        return _without_branches(capture, agree, leave_out, like)
+        return _without_branches(capture, like)
     except TraceError as refused:
         if like is not None or not isinstance(refused, DataDependentBranch):
             raise
         known: dict[tuple[bool, ...], Outcome | None] = {}
         try:
-            return _BothSides(capture, join, known).settled(Outcomes(both=known))
+            return _BothSides(capture, known).settled(Outcomes(both=known))
         except TraceError:
             raise refused from None
 
 
-def _without_branches(
-    capture: Callable[[Outcomes], RunResult],
-    agree: Callable[[RunResult, RunResult], bool],
-    leave_out: Callable[[RunResult, RunResult, str], RunResult],
-    like: Outcomes | None,
-) -> RunResult:
+def _without_branches(capture: Callable[[Outcomes], RunResult], like: Outcomes | None) -> RunResult:
     """A run whose graph holds for all outcomes, or which checks the one that does not raise."""
     path = _open_path(capture, like)
     variants = _Variants(capture, path)
     try:
-        return _of_any_outcome(variants, agree) or _of_most(variants, leave_out, alternating=like is None)
+        return _of_any_outcome(variants) or _of_most(variants, alternating=like is None)
     except UnprovedError as error:
         raise (path.pending.because(str(error)) if path.pending else error) from None
     except TraceError as error:
@@ -138,22 +128,18 @@ class _Variants:
         return self._runs[key]
 
 
-def _of_any_outcome(variants: _Variants, agree: Callable[[RunResult, RunResult], bool]) -> RunResult | None:
+def _of_any_outcome(variants: _Variants) -> RunResult | None:
     """One of the runs with all combinations of outcomes at the lines, whose graph holds for all of them, if any does."""
     runs = [
         variants.run(outcomes) for outcomes in itertools.product((ALWAYS, NEVER), repeat=len(variants.lines))
     ]
     for candidate in runs:
-        if all(candidate is other or agree(candidate, other) for other in runs):
+        if all(candidate is other or equivalent(candidate, other) for other in runs):
             return candidate
     return None
 
 
-def _of_most(
-    variants: _Variants,
-    leave_out: Callable[[RunResult, RunResult, str], RunResult],
-    alternating: bool,
-) -> RunResult:
+def _of_most(variants: _Variants, alternating: bool) -> RunResult:
     """The run that does most after the branches at each line, if leaving that out makes no difference; else UnprovedError.
 
     With `alternating`, a run that does it every other time must agree, too, as one part may lead to another.
@@ -166,7 +152,7 @@ def _of_most(
 
     for position, line in reversed(list(enumerate(lines))):
         try:
-            leave_out(run(most), replaced(most, position, NEVER), line)
+            if_convert(run(most), replaced(most, position, NEVER), line)
         except UnprovedError:
             most[position] = NEVER
     made = run(most)
@@ -183,7 +169,7 @@ def _of_most(
             pairs.append((made, replaced(most, position, every_other)))
         for more, less in pairs:
             try:
-                shown = leave_out(more, less, line)
+                shown = if_convert(more, less, line)
             except UnprovedError as error:
                 raise UnprovedError(f"{error}: {line}") from None
             made = shown if more is made else made
@@ -221,12 +207,18 @@ def _side(
     except DataDependentBranch as following:
         return _Side(branch=following)
     except TraceError as failure:
-        error = failure.__cause__
-        if error is not None and last.asked and is_model_error(error):
-            return _Side(f"{type(error).__name__}: {error}")
+        if (error := _model_error(failure, last)) is not None:
+            return _Side(error)
         if last.asked and isinstance(branch, NumberBranch):
             return _Side("")  # the check says that the graph does not go there
     return _Side()
+
+
+def _model_error(failure: TraceError, last: Outcome) -> str | None:
+    """The error that the model raises after the last outcome of a script; None where it is another one, or comes before."""
+    error = failure.__cause__
+    of_model = error is not None and last.asked and is_model_error(error)
+    return f"{type(error).__name__}: {error}" if of_model else None
 
 
 class _BothSides:
@@ -235,10 +227,9 @@ class _BothSides:
     def __init__(
         self,
         capture: Callable[[Outcomes], RunResult],
-        join: Callable[[RunResult, RunResult], RunResult],
         known: dict[tuple[bool, ...], Outcome | None],
     ) -> None:
-        self._capture, self._join = capture, join
+        self._capture = capture
         # After some outcomes, the only one of the next branch that does not raise; None where neither does.
         self._known = known
         self._left = _MOST_JOINED
@@ -261,20 +252,19 @@ class _BothSides:
             yes = self._side(script, Outcome(True, no if isinstance(no, str) else ""))
             if isinstance(yes, RunResult):
                 self._known[before] = None if isinstance(no, RunResult) else Outcome(True, no)
-                return self._join(yes, no) if isinstance(no, RunResult) else yes
+                return join(yes, no) if isinstance(no, RunResult) else yes
             self._known[before] = Outcome(False, yes)
         only = self._known[before]
         if only is not None:
             return self.settled(script.and_then(dataclasses.replace(only)))
         yes, no = (self.settled(script.and_then(Outcome(answer))) for answer in (True, False))
-        return self._join(yes, no)
+        return join(yes, no)
 
     def _side(self, script: Outcomes, last: Outcome) -> RunResult | str:
         """A graph of one side of a branch, or the error that the model raises there."""
         try:
             return self.settled(script.and_then(last))
         except TraceError as failure:
-            error = failure.__cause__
-            if error is None or not last.asked or not is_model_error(error):
+            if (error := _model_error(failure, last)) is None:
                 raise
-            return f"{type(error).__name__}: {error}"
+            return error

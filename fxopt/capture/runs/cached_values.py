@@ -93,9 +93,9 @@ class RepeatedCalls:
         self._first: dict[tuple[int, ...], _Call] = {}
         # The numbers that each call makes others of.
         self._counted: Changes = {}
-        self._hints = {str(symbol): int(free.hint) for symbol, free in made.free.roots()}
-        self._asked = guards_of(made.free.asked(), made.shape_env.replace)
-        self._guards = [*guards_of(made.relied_on(), made.shape_env.replace), *self._asked]
+        self._hints = made.hints()
+        self._asked = made.guards_asked()
+        self._guards = [*made.guards(), *self._asked]
 
     def check(self) -> None:
         """Raise TraceError, with the reason, where a call may give something else after another call."""
@@ -142,10 +142,8 @@ class RepeatedCalls:
                 for one, other in itertools.combinations(guard.symbols, 2)
             ]
             others += [{**sizes, symbol: size} for symbol in guard.symbols for size in _SEARCHED]
-            for side in {True, False} - {guard.holds(dict(each)) for each in [*tried, *found]}:
-                on_side = (
-                    s for s in others if guard.holds(dict(s)) == side and s != made_at and self._holds(s)
-                )
+            for side in {True, False} - {guard.holds(each) for each in [*tried, *found]}:
+                on_side = (s for s in others if guard.holds(s) == side and s != made_at and self._holds(s))
                 found += itertools.islice(on_side, 1)
         return found
 
@@ -169,11 +167,11 @@ class RepeatedCalls:
         return main, [sizes for sizes in others if sizes not in main] if len(self._hints) > 1 else []
 
     def _holds(self, sizes: Sizes) -> bool:
-        return all(guard.holds(dict(sizes)) for guard in self._guards)
+        return all(guard.holds(sizes) for guard in self._guards)
 
     def _is_possible(self, sizes: Sizes) -> bool:
         """Tell whether the forward takes these sizes, which its guards may exclude: graphs are captured at sizes of 1, too."""
-        if not all(guard.holds(dict(sizes)) for guard in self._asked):
+        if not all(guard.holds(sizes) for guard in self._asked):
             return False
         try:
             self._first_call(sizes)
@@ -198,11 +196,10 @@ class RepeatedCalls:
         if self._runs > _MOST_RUNS:
             raise TraceError("it is another one after each call")
         request = self._made.request
-        symbols = {str(symbol): size for symbol, size in sizes.items()}
         chosen = {}
         for free in self._made.free.dimensions:
             expression = self._made.shape_env.replace(free.symbol)
-            value = expression.xreplace({s: symbols[str(s)] for s in expression.free_symbols})
+            value = expression.xreplace({s: sizes[str(s)] for s in expression.free_symbols})
             chosen[free.where, free.dim] = int(value)
         request = dataclasses.replace(request, sizes=chosen, earlier=state or request.earlier)
         made = self._made if state is None and sizes == self._hints else self._record(request)

@@ -22,7 +22,6 @@ from fxopt.capture.runs.first_difference import exporting, likely_cause, parting
 from fxopt.capture.runs.own_copies import RepeatedRandomness, Twin, copy_inputs
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import GuardError, TraceError
-from fxopt.objects import tensors_in
 
 _CALLS = 2
 
@@ -144,5 +143,5 @@ class _Comparison:
 
 def _is_real(request: Request) -> bool:
     """Tell whether there is data to compare: no fake tensors, and none on the meta device."""
-    tensors = [*request.model.parameters(), *request.model.buffers(), *tensors_in(request.inputs)]
+    tensors = request.tensors()
     return detect_fake_mode(tensors) is None and not any(t.is_meta for t in tensors)

@@ -65,7 +65,7 @@ def subsumes(
 def assumes_all_of(capture: RunResult, other: RunResult, names: dict[Any, Any]) -> bool:
     """Tell whether a capture has read, assumed and left all that `other` has; `names` has the unbacked sizes that both know."""
     translated = translation(capture, other, names)
-    guards = guards_of(capture.relied_on(), capture.shape_env.replace)
+    guards = capture.guards()
     own = {symbol: symbol for symbol in names.values()}
     return (
         capture.changes == other.changes
@@ -173,7 +173,7 @@ def translation(capture: RunResult, other: RunResult, names: dict[Any, Any]) -> 
 
 def _same_guards(capture: RunResult, other: RunResult, translated: Callable[[Any], Any]) -> bool:
     """Tell whether both captures assume the same of the inputs' sizes."""
-    guards = guards_of(capture.relied_on(), capture.shape_env.replace)
+    guards = capture.guards()
     return _same_dimensions(capture, other, translated) and guards == guards_of(other.relied_on(), translated)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.export import Dim
@@ -15,7 +16,6 @@ from fxopt.capture.data_dependence.branches import (
     SizeAsKeyError,
 )
 from fxopt.capture.fakes.kept_state import Changes, Counted, KeptState, refused_change
-from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.shape_env import forget_shape_envs
 from fxopt.capture.fakes.size_constraints import guards_of
 from fxopt.capture.fakes.snapshots import Snapshot
@@ -25,13 +25,12 @@ from fxopt.capture.recording.placeholders import ChangedInputError
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.assembly import assemble
 from fxopt.capture.runs.assigned_buffers import held_alone, replaced_buffers
-from fxopt.capture.runs.both_sides import called_in_branches, join
+from fxopt.capture.runs.both_sides import called_in_branches
 from fxopt.capture.runs.branch_settlement import explore_branches
 from fxopt.capture.runs.cached_values import RepeatedCalls
 from fxopt.capture.runs.eager_comparison import check_against_eager
 from fxopt.capture.runs.equivalence import equivalent, is_steady_state, size_one_guards
 from fxopt.capture.runs.forward_run import ForwardRun
-from fxopt.capture.runs.if_conversion import if_convert
 from fxopt.capture.runs.left_behind import remove_fakes
 from fxopt.capture.runs.outside_state import ReachableState, refused_outside
 from fxopt.capture.runs.run_result import RunResult
@@ -39,12 +38,11 @@ from fxopt.capture.runtime.size_guards import SizeGuard
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import TraceError
 from fxopt.objects import tensors_in
-from fxopt.torch_internals import non_persistent_of
 
 
 def capture_graph(request: Request, verify: bool) -> TracedModule:
     """The forward as a graph module; where it excluded a size of 1, it is captured there as well."""
-    outside = ReachableState(module for _, module in recorded_modules(request.model, request.layers))
+    outside = ReachableState(request.model, request.layers)
     try:
         with outside.restored():
             made = _settled(request)
@@ -64,7 +62,7 @@ def capture_graph(request: Request, verify: bool) -> TracedModule:
         raise TraceError(str(question)) from None
     finally:
         if request.running.left_fakes:
-            remove_fakes(request.running, request.model)
+            remove_fakes(request)
         forget_shape_envs()
 
 
@@ -74,16 +72,20 @@ assert capture_graph.__name__ == CAPTURE
 def _settled(request: Request, general: RunResult | None = None) -> RunResult:
     """A run with the questions on values settled that can be; the graph of `general` is to hold for this one, too."""
 
-    def record(answers: Outcomes) -> RunResult:
+    def modules_at(names: Iterable[str]) -> set[int]:
+        return {id(request.model.get_submodule(name)) for name in names}
+
+    def record(answers: Outcomes, **changes: Any) -> RunResult:
+        """A run with this script, after what else is to be assumed from now on."""
         nonlocal request
+        request = dataclasses.replace(request, **changes)
         run = ForwardRun(dataclasses.replace(request, answers=answers))
         try:
             made = run.record()
             # A layer with other attributes is another one, which no graph calls.
-            given = {id(request.model.get_submodule(name)) for name, _ in made.assigned} & request.layers
+            given = modules_at(name for name, _ in made.assigned) & request.layers
             if given:
-                request = dataclasses.replace(request, layers=request.layers - given)
-                return record(answers)
+                return record(answers, layers=request.layers - given)
             if not made.moved:
                 tried = general is not None and general.keeps_tables
                 replaced = replaced_buffers(made, persistent=True)
@@ -98,33 +100,28 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
                     assigned = held_alone(made, tables - request.assigned)
                     if not assigned:
                         raise
-                request = dataclasses.replace(request, assigned=request.assigned | assigned)
-                return record(answers)
+                return record(answers, assigned=request.assigned | assigned)
         except SizeAsKeyError:
-            request = dataclasses.replace(request, knows_keys=True)
-            return record(answers)
+            return record(answers, knows_keys=True)
         except ChangedInputError:
             if request.changes_inputs:
                 raise
-            request = dataclasses.replace(request, changes_inputs=True)
-            return record(answers)
+            return record(answers, changes_inputs=True)
         except OutOfSightError:
             # A hook may have made it: calls of hooks are recorded where the layer is no leaf.
-            hooked = {id(request.model.get_submodule(name)) for name in run.recorder.hooked} & request.layers
+            hooked = modules_at(run.recorder.hooked) & request.layers
             if not hooked:
                 raise
-            request = dataclasses.replace(request, layers=request.layers - hooked)
-            return record(answers)
+            return record(answers, layers=request.layers - hooked)
         # Such a number counts calls or tokens: it is free, as are the sizes that it counts; in a tensor, it is no constant.
-        request = dataclasses.replace(request, moving=request.moving | made.moved)
-        return record(answers)
+        return record(answers, moving=request.moving | made.moved)
 
     if request.specialize:
         return record(Outcomes())
     like = general.request.answers if general else None
     while True:
-        made = explore_branches(record, equivalent, if_convert, join, like)
-        inside = {id(request.model.get_submodule(name)) for name in called_in_branches(made.graph)}
+        made = explore_branches(record, like)
+        inside = modules_at(called_in_branches(made.graph))
         if not inside:
             return made
         request, like = dataclasses.replace(request, layers=request.layers - inside), made.request.answers
@@ -223,12 +220,7 @@ def _only_counts(made: RunResult) -> bool:
 
 def _tables(made: RunResult) -> set[str]:
     """The buffers that no `state_dict` has and that the forward replaces, by name: what later calls read there is equal."""
-    return {
-        f"{name}.{key}".lstrip(".")
-        for name, module in made.request.model.named_modules()
-        for key in non_persistent_of(module)
-        if (name, key) in made.changes
-    }
+    return {".".join(place).lstrip(".") for place in replaced_buffers(made, persistent=False)}
 
 
 def _second_call(made: RunResult, changes: Changes) -> RunResult | None:
@@ -249,9 +241,10 @@ def _size_one_alternatives(made: RunResult, guards: list[SizeGuard]) -> list[lis
     Forwards, and torch's own code, ask whether a size is 1 (for causal masks, broadcasting, strides) where the answer often
     changes nothing in the graph. Sizes that `dynamic_shapes` says are larger are left out.
     """
-    hints = {str(symbol): int(free.hint) for symbol, free in made.free.roots()}
-    asked = guards_of(made.free.asked(), made.shape_env.replace)
-    larger = {guard.symbols for guard in asked if not guard.holds(dict.fromkeys(guard.symbols, 1))}
+    hints = made.hints()
+    larger = {
+        guard.symbols for guard in made.guards_asked() if not guard.holds(dict.fromkeys(guard.symbols, 1))
+    }
     # Dimensions that carry one name are of size 1 together.
     groups: dict[str, tuple[str, ...]] = {}
     for symbol, free in made.free.roots():
@@ -294,10 +287,7 @@ def _equal_to(group: Sequence[str], guards: Sequence[SizeGuard], hints: Mapping[
 
 def _holds(guard: SizeGuard, hints: Mapping[str, int], ones: Collection[str]) -> bool:
     """Tell whether a guard holds for the example where these sizes are 1; one that then means nothing does not."""
-    try:
-        return guard.holds({**hints, **dict.fromkeys(ones, 1)})
-    except ZeroDivisionError:
-        return False
+    return guard.holds({**hints, **dict.fromkeys(ones, 1)})
 
 
 def _captured_with_ones(made: RunResult, ones: Sequence[str]) -> list[SizeGuard] | None:

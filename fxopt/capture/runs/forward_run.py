@@ -25,7 +25,6 @@ from fxopt.capture.data_dependence.scalar_tensors import KnownScalars
 from fxopt.capture.fakes.call_cache import CallCache
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
 from fxopt.capture.fakes.fake_model import FakeModel
-from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.shape_env import LEARNED, CaptureShapeEnv
 from fxopt.capture.fakes.size_constraints import DynamicDimensions
 from fxopt.capture.fakes.snapshots import SnapshotMaker
@@ -79,9 +78,7 @@ class ForwardRun:
         request, shape_env = self.request, self.shape_env
         request.running.runs += 1
         recorder = self.recorder = self._recorder()
-        surroundings = ReachableState(
-            (module for _, module in recorded_modules(request.model, request.layers)), request.knows_keys
-        )
+        surroundings = ReachableState(request.model, request.layers, request.knows_keys)
         args, kwargs = self._fake_inputs()
         try:
             shape_env.location = recorder.writer.location
@@ -99,7 +96,7 @@ class ForwardRun:
         finally:
             recorder.draws.take_back()
             changed_outside = surroundings.changed()
-            fakes_left = remove_fakes(request.running, request.model, from_caches_alone=True)
+            fakes_left = remove_fakes(request, from_caches_alone=True)
             request.running.left_fakes |= bool(fakes_left)
             # torch keeps each ShapeEnv in its caches for good; it must not keep the model with it.
             self.fake_mode.make_alias = None
@@ -141,9 +138,9 @@ class ForwardRun:
     def _result(self, recorder: Recorder, changed_outside: dict[str, Any]) -> RunResult:
         """Collect what the run gave."""
         shell, writer, decisions = recorder.shell, recorder.writer, recorder.decisions
-        state, changes = shell.state(recorder.aliases), shell.changes(recorder.aliases)
-        written = {id(tensor) for tensor in shell.written().outside}
-        if any(id(writer.constants[name]) in written for name in decisions.constant.decided_by):
+        state, written = shell.state(recorder.aliases), shell.written()
+        changes, outside = shell.changes(state), set(map(id, written.outside))
+        if any(id(writer.constants[name]) in outside for name in decisions.constant.decided_by):
             raise TraceError(
                 "the forward decides on the value of a tensor that it writes, or may write under inference mode. Hold it in a buffer."
             )
@@ -166,7 +163,7 @@ class ForwardRun:
             own=shell.own(state, recorder.aliases),
             hooks=shell.hooks(),
             variables=self._variables,
-            written=shell.written(),
+            written=written,
             originals=shell.originals,
             unchanged=shell.unchanged(),
             changed_outside=changed_outside,

@@ -18,7 +18,9 @@ import torch
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
-from fxopt.capture.nodes.source_location import RunningCode, is_model_package
+from fxopt.capture.nodes.source_location import is_model_package
+from fxopt.capture.recording.request import Request
+from fxopt.objects import qualified_name
 from fxopt.torch_internals import FakeTensor
 
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
@@ -33,11 +35,11 @@ _DEPTH = 2
 _Entry = tuple[Any, str, Callable[[], Any] | None]
 
 
-def remove_fakes(code: RunningCode, model: torch.nn.Module, from_caches_alone: bool = False) -> list[str]:
+def remove_fakes(request: Request, from_caches_alone: bool = False) -> list[str]:
     """Empty each `functools.lru_cache` that holds a fake tensor or size; take away those that are elsewhere, and say where."""
     found = []
     seen: dict[int, Any] = {}  # held, so that none leaves its identity to another
-    left: list[tuple[_Entry, int]] = [(entry, 0) for entry in _roots(code, model)]
+    left: list[tuple[_Entry, int]] = [(entry, 0) for entry in _roots(request)]
     while left:
         (value, where, remove), depth = left.pop()
         if _is_fake(value) or (isinstance(value, tuple) and any(map(_is_fake, value))):
@@ -59,12 +61,12 @@ def remove_fakes(code: RunningCode, model: torch.nn.Module, from_caches_alone: b
     return found
 
 
-def _roots(code: RunningCode, model: torch.nn.Module) -> Iterator[_Entry]:
-    for held in (value for module in model.modules() for value in vars(module).values()):
+def _roots(request: Request) -> Iterator[_Entry]:
+    for held in (value for module in request.model.modules() for value in vars(module).values()):
         if isinstance(held, weakref.ref) and not isinstance(held(), torch.nn.Module):
             # No copy has its own.
             yield held, f"a {type(held()).__qualname__} to which the model refers", None
-    for function, known in code.functions.items():
+    for function, known in request.running.functions.items():
         yield from _named(set(function.co_names), known)
         # The function itself, which may be under a cache; it is there by its name, if it is no local one.
         owner, *path = function.co_qualname.split(".")
@@ -90,7 +92,7 @@ def _named(names: set[str], known: dict[str, Any]) -> Iterator[_Entry]:
 
 def _of_function(function: types.FunctionType) -> Iterator[_Entry]:
     yield from _named(set(function.__code__.co_names), function.__globals__)
-    place = f"{function.__module__}.{function.__qualname__}"
+    place = qualified_name(function)
     for held in (*(function.__closure__ or ()), *(function.__defaults__ or ()), *vars(function).values()):
         yield held, place, None
 

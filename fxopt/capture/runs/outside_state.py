@@ -14,15 +14,16 @@ import dataclasses
 import functools
 import threading
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker, value_of
 from fxopt.capture.nodes.source_location import is_model_package
 from fxopt.errors import TraceError
-from fxopt.objects import is_open
+from fxopt.objects import is_open, qualified_name
 from fxopt.torch_internals import buffers_of, parameters_of
 
 _METHODS = (property, staticmethod, classmethod)
@@ -45,16 +46,16 @@ class _Scope:
 
 
 class ReachableState:
-    """The values that the forwards of `modules`, and the functions and classes that they name, can reach.
+    """The values that the recorded forwards of a model, and the functions and classes that they name, can reach.
 
     With `uncached`, functions under `functools.lru_cache` become those that they cache, until `restored` ends.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module], uncached: bool = False) -> None:
+    def __init__(self, model: torch.nn.Module, layers: Collection[int], uncached: bool = False) -> None:
         self._scopes: list[_Scope] = []
         self._names: dict[int, set[str]] = {}
         self._seen: set[int] = set()
-        self._follow_classes(modules)
+        self._follow_classes(module for _, module in recorded_modules(model, layers))
         if uncached:
             for scope in self._scopes:
                 for name, value in scope.read().items():
@@ -145,7 +146,7 @@ class ReachableState:
         self._seen.add(id(value))
         if not is_model_package(value.__module__ or ""):
             return
-        place = f"{value.__module__}.{value.__qualname__}"
+        place = qualified_name(value)
         if isinstance(value, type):
             write, remove = functools.partial(setattr, value), functools.partial(delattr, value)
             self._scopes.append(

@@ -99,11 +99,10 @@ class RepeatedRandomness:
     """The states of all random generators of the process: each run begins with those that were found."""
 
     def __init__(self, request: Request) -> None:
-        tensors = [*request.model.parameters(), *request.model.buffers(), *tensors_in(request.inputs)]
-        self._devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+        devices = {t.device for t in request.tensors() if t.device.type not in ("cpu", "meta")}
         self._python = PythonRandomState()
         self._cpu = torch.get_rng_state()
-        self._others = {d: torch.get_device_module(d).get_rng_state(d) for d in self._devices}
+        self._others = {d: torch.get_device_module(d).get_rng_state(d) for d in devices}
 
     def rewind(self) -> None:
         """Give all generators the states that were found."""

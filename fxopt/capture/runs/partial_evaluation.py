@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
+from fxopt.capture.nodes.comparison import is_device
+from fxopt.capture.nodes.shared_memory import called_module
 from fxopt.capture.runs.run_result import RunResult
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.input_specs import same_parts, same_value
@@ -101,11 +103,10 @@ class PartialEvaluation:
         if node.op == "get_attr":
             name = str(node.target)
             return self._constants.get(name, self._own.get(name, _Own(name)))
-        if node.target is getattr and node.args[1:] == ("device",):
+        if is_device(node):
             return self._device
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
-        layer = self._run.request.model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        written = written_by(node, layer)
+        written = written_by(node, called_module(self._run.request.model, node))
         if node.op in ("call_function", "call_method"):
             args, kwargs = _without_data(node, args, kwargs)
             if not _holds_results((args, kwargs)) and written is not None:

@@ -14,11 +14,12 @@ from fxopt.capture.data_dependence.branch_decisions import Body, BranchAtLine
 from fxopt.capture.fakes.fake_model import Written
 from fxopt.capture.fakes.kept_state import Changes
 from fxopt.capture.fakes.shape_env import CaptureShapeEnv
-from fxopt.capture.fakes.size_constraints import Condition, DynamicDimensions
+from fxopt.capture.fakes.size_constraints import Condition, DynamicDimensions, guards_of
 from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.recording.placeholders import Placeholders
 from fxopt.capture.recording.property_reads import PropertyReads
 from fxopt.capture.recording.request import Request
+from fxopt.capture.runtime.size_guards import SizeGuard
 from fxopt.errors import TraceError
 
 
@@ -69,6 +70,18 @@ class RunResult:
             sizes = [symbol for symbol, free in self.free.roots() if free.dim is not None]
             conditions += [(sympy.Ne(symbol, 1), self.reads.read_at["layout"]) for symbol in sizes]
         return conditions
+
+    def guards(self) -> list[SizeGuard]:
+        """The guards that these conditions are."""
+        return guards_of(self.relied_on(), self.shape_env.replace)
+
+    def guards_asked(self) -> list[SizeGuard]:
+        """The guards that `dynamic_shapes` states."""
+        return guards_of(self.free.asked(), self.shape_env.replace)
+
+    def hints(self) -> dict[str, int]:
+        """The size in the example for each symbol that is free."""
+        return {str(symbol): int(free.hint) for symbol, free in self.free.roots()}
 
 
 class UnprovedError(TraceError):

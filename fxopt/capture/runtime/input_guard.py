@@ -115,7 +115,7 @@ class InputGuard(torch.nn.Module):
                     f"{subject} is {size}; it must be {wanted} ({self.words[expression]}) with the sizes of the "
                     "other inputs."
                 )
-        if not any(all(guard.holds(sizes) for guard in guards) for guards in self.alternatives):
+        if not self.takes(sizes):
             failed = next(guard for guard in self.alternatives[0] if not guard.holds(sizes))
             raise GuardError(self._explain(failed, sizes))
 

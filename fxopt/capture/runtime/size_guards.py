@@ -6,7 +6,7 @@ import ast
 import builtins
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class SizeExpression:
         self.symbols = tuple(sorted(names - known.keys() - vars(builtins).keys()))
         self._function = eval(f"lambda {', '.join(self.symbols)}: {text}", known)
 
-    def value(self, sizes: dict[str, int]) -> Any:
+    def value(self, sizes: Mapping[str, int]) -> Any:
         """The value for these sizes."""
         return self._function(*[sizes[symbol] for symbol in self.symbols])
 
@@ -48,7 +48,7 @@ class SizeGuard:
         """The sizes that the condition is about."""
         return self.formula.symbols
 
-    def holds(self, sizes: dict[str, int]) -> bool:
+    def holds(self, sizes: Mapping[str, int]) -> bool:
         """Tell whether the condition is true for these sizes."""
         try:
             return bool(self.formula.value(sizes))

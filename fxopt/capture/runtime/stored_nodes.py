@@ -13,7 +13,7 @@ from fxopt.capture.capture_internals import get_qualified_name
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.conditional import Conditional
 from fxopt.effects import is_write
-from fxopt.objects import find, is_found
+from fxopt.objects import find, is_found, qualified_name
 
 # A node and its metadata.
 Stored = tuple[dict[str, Any], dict[str, Any]]
@@ -71,11 +71,7 @@ class _Importable:
         target: Any = node.target
         if isinstance(target, (modes.ApplyFunction, Conditional)):
             return target  # pickled as the class that it holds
-        name = (
-            f"{target.__module__}.{target.__qualname__}"
-            if isinstance(target, type)
-            else get_qualified_name(target)
-        )
+        name = qualified_name(target) if isinstance(target, type) else get_qualified_name(target)
         if not is_found(name, target):
             raise pickle.PicklingError(
                 f"node {node.name!r} calls {name}, which cannot be imported by that name, so the graph cannot be "
