@@ -133,8 +133,10 @@ class _Interpreter(torch.fx.Interpreter):
         module: Any = self.fetch_attr(target)
         if getattr(module, "checks_inputs", False):
             return None  # it would ask for the dtype of the capture
-        if any(tensor.is_floating_point() for tensor in (*module.parameters(), *module.buffers())):
-            module = copy.deepcopy(module).double()
+        tensors = (*module.parameters(), *module.buffers())
+        if any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+            module = copy.deepcopy(module)
+            converter_of(module)(lambda tensor: tensor.to(wide_dtype(tensor, torch.float64)))
         with Float64():
             return module(*args, **kwargs)
 

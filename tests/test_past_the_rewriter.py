@@ -79,6 +79,19 @@ def sets_the_weight(gm, mul):
     gm.layer.weight = nn.Parameter(gm.layer.weight.detach() * 0.5)
 
 
+def gives_the_weight_other_memory(gm, mul):
+    gm.layer.weight.data = gm.layer.weight.data * 0.5
+
+
+def casts_the_layer(gm, mul):
+    gm.layer.double()
+
+
+def casts_and_sets_an_option(gm, mul):
+    casts_the_layer(gm, mul)
+    sets_an_option(gm, mul)
+
+
 def freezes(gm, mul):
     gm.layer.requires_grad_(False)
 
@@ -113,6 +126,9 @@ def adds_a_buffer(gm, mul):
         (writes_through_data, "writes into layer.weight"),
         (writes_a_row, "writes into layer.weight"),
         (sets_the_weight, r"changed layer\.weight without"),
+        (gives_the_weight_other_memory, "the memory or dtype of layer.weight"),
+        (casts_the_layer, "the memory or dtype of layer.weight"),
+        (casts_and_sets_an_option, "the attribute p of drop"),
         (freezes, "requires_grad of layer.weight"),
         (sets_an_option, "the attribute p of drop"),
         (hooks_a_module, "the hooks of drop"),
@@ -130,6 +146,39 @@ def test_a_change_without_the_rewriter_is_an_error_that_names_it(change, named, 
     assert fxopt.history(graph_module) == ()
     with pytest.raises(PassError, match=named):
         pass_.commit(graph_module)
+    assert_round_trip(before, graph_module)
+
+
+def test_a_transform_that_fails_leaves_no_cast():
+    class Fails(ReversibleTransformation):
+        def transform(self, graph_module):
+            casts_the_layer(graph_module, None)
+            raise ValueError("stop")
+
+        def reverse(self, graph_module):
+            return graph_module
+
+    graph_module = traced()
+    before = copy.deepcopy(graph_module)
+    with pytest.raises(ValueError, match="stop"):
+        Fails()(graph_module)
+    assert_round_trip(before, graph_module)
+
+
+def test_the_output_is_not_erased():
+    class Erases(ReversibleRewrite):
+        preserves_computation = True
+
+        def match(self, graph_module):
+            yield graph_module.graph.output_node()
+
+        def apply(self, rewriter, node):
+            rewriter.erase(node)
+
+    graph_module = traced()
+    before = copy.deepcopy(graph_module)
+    with pytest.raises(PassError, match="the output node cannot be erased"):
+        Erases()(graph_module)
     assert_round_trip(before, graph_module)
 
 

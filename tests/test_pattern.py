@@ -506,6 +506,7 @@ def residual_pattern(self, x, l: nn.Linear):  # noqa: E741
             lambda: of(lambda m, x, y: torch.cat((x, y), dim=1).exp() + torch.cat((x, y), dim=0).exp().sum(), X, X),
             1,
         ),
+        (lambda s, x: x[:, 1:3].exp().sum(1), lambda s, x: x.exp()[:, 1:3].sum(1), lambda: of(lambda m, x: x[:, 1:3].exp().sum(1) + x[:, 0:2].exp().sum(1)), 1),
         (lambda s, x: x.unsqueeze(-1).exp(), lambda s, x: x.exp().unsqueeze(-1), lambda: of(lambda m, x: x.unsqueeze(2).exp() + x.unsqueeze(1).exp()), 1),
         (lambda s, x: x / x.norm(), lambda s, x: x / x.pow(2).sum().sqrt(), lambda: of(lambda m, x: x / x.norm()), 1),
         (lambda s, x: x.transpose(-2, -1) * 2, lambda s, x: (x * 2).transpose(0, 1), lambda: of(lambda m, x: x.transpose(1, 0) * 2), 1),
@@ -537,6 +538,7 @@ def test_what_computes_the_same_is_found(pattern, replacement, graph, sites):
         (lambda s, new, c: copy.deepcopy(new), "does not give a back as it was"),
         (lambda s, new, c: [new], "returned list: it has to return the old layer"),
         (lambda s, new, c: nn.Linear(4, 5), "does not give a back as it was"),
+        (lambda s, new, c: unscaled(new, c).train(), "does not give a back as it was"),
     ],
 )
 def test_a_wrong_inverse_is_an_error_before_anything_is_changed(inverse, message):
@@ -545,6 +547,13 @@ def test_a_wrong_inverse_is_an_error_before_anything_is_changed(inverse, message
     with pytest.raises(PassError, match=message):
         rule(scaled_layer, scaled_copy, inverse=inverse)(graph_module)
     assert_round_trip(before, graph_module)
+
+
+def unscaled(layer, c):
+    layer = copy.deepcopy(layer)
+    layer.weight.div_(c)
+    layer.bias.div_(c)
+    return layer
 
 
 def test_undo_by_copies_is_exact_and_saved(tmp_path):
@@ -768,3 +777,24 @@ def test_the_numbers_of_a_pattern_are_tried(pattern, replacement, verify):
     graph_module = of(lambda m, x: pattern(m, x), torch.arange(3))
     with pytest.raises(PassError, match="is wrong"):
         rule(pattern, replacement)(graph_module, verify=verify)
+
+
+def test_a_number_in_a_slice_is_a_parameter():
+    class Narrow(Pattern):
+        def pattern(self, x, c: int):
+            return x[:, :c].exp().sum(1)
+
+        def replacement(self, x, c):
+            return x.exp()[:, :c].sum(1)
+
+    explained = Narrow().explain(of(lambda m, x: x[:, :2].exp().sum(1) * x[:, :3].exp().sum(1)))
+    assert len(explained.sites) == 2
+
+
+def test_a_size_of_1_is_tried_where_the_graph_takes_it():
+    wrong = rule(lambda s, x: x.squeeze(0) + 1, lambda s, x: x + 1)
+    free = {"x": {0: torch.export.Dim.AUTO}}
+    graph_module = of(lambda m, x: x.squeeze(0) + 1, dynamic_shapes=free)
+    assert graph_module(X[:1]).shape == X[0].shape
+    with pytest.warns(fxopt.VerificationWarning, match="took back"):
+        wrong(graph_module, verify=True)

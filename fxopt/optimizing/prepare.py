@@ -22,6 +22,7 @@ from fxopt.constants import Constant
 from fxopt.engines import AUTO, TORCH, Unfit, engines_for, in_one_line, with_engine
 from fxopt.errors import FxoptError
 from fxopt.float64 import run_in_float64
+from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PACKED
 from fxopt.optimizing.inputs import Inputs, Sizes, dynamic_shapes, text_of
 from fxopt.optimizing.lowering import Lowered, function_of, lowered
@@ -208,13 +209,16 @@ def _captured(
         dynamic = dynamic_shapes(named, guessed)
     try:
         traced = trace_method(model, inputs.method, inputs.args, inputs.kwargs, dynamic)
+        guard, node = guard_of(traced), GraphIndex(traced).guard
+        values = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs.bound(traced), strict=True))
+        # A free size may be 1 here, where the graph for others takes at least 2.
+        guard(**(torch.fx.node.map_arg(node.kwargs, values.__getitem__) if node else {}))
     except FxoptError as error:
         reason = f"it cannot be captured: {_without_options(str(error))}"
         if not guessed:
             raise Unused(reason) from error
         facts["fixed"] = dict.fromkeys(guessed, f"because with free sizes {reason}")
         return _captured(model, inputs, named, set(), options, facts)
-    guard = guard_of(traced)
     guard.fix_dtypes()
     fixed = ((number, dim, line) for number, each in enumerate(guard.tensors) for dim, line in each.fixed_by)
     facts["fixed"] |= {(number, dim): f"which the forward fixes at {line}" for number, dim, line in fixed}

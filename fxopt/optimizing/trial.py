@@ -63,9 +63,10 @@ class Trial:
         self._written = {name: tensor for name, tensor in own.items() if index.memory.writer_of(tensor)}
         self._left: dict[str, Tensor] = {}
         self._generator = torch.Generator().manual_seed(0)  # of its own: who draws numbers gets the same
-        written_input = any(n.op == "placeholder" and index.memory.written(n) for n in index.nodes)
+        writes = (index.memory.written(node) for node in index.nodes if node.op == "placeholder")
+        first_write = min(filter(None, writes), default=None)
         for node in index.nodes:
-            fault = _fault(index, node, written_input)
+            fault = _fault(index, node, first_write)
             if fault:
                 raise Unused(f"{fault}, at {graph.place(node)}")
         known = {*map(id, own.values())}
@@ -189,7 +190,7 @@ def _wait(devices: Collection[int | None]) -> None:
         torch.cuda.synchronize(device)
 
 
-def _fault(index: GraphIndex, node: Node, written_input: bool) -> str | None:
+def _fault(index: GraphIndex, node: Node, first_write: Node | None) -> str | None:
     """Why a graph with this node cannot be tried out."""
     module = index.called(node)
     if module is not None and any(map(effects.has_forward_hooks, parts(module))):
@@ -199,6 +200,6 @@ def _fault(index: GraphIndex, node: Node, written_input: bool) -> str | None:
         )
     if effects.draws(node, module):
         return "the forward draws random numbers, so its outputs cannot be compared with those of a graph"
-    if written_input and effects.only_checks(node):
+    if first_write is not None and first_write < node and effects.only_checks(node):
         return "its graph might refuse these inputs when it has already written into one of them"
     return None

@@ -281,6 +281,10 @@ class _Wanted:
         elif isinstance(wanted, list | tuple):
             if isinstance(value, list | tuple) and len(value) == len(wanted):
                 yield from self._all(dict(enumerate(wanted)), dict(enumerate(value)), found, index)
+        elif isinstance(wanted, slice):
+            if isinstance(value, slice):
+                one, other = ((each.start, each.stop, each.step) for each in (wanted, value))
+                yield from self._match(one, other, found, index)
         elif not isinstance(value, Node) and wanted == value:
             # 1 and 1.0 are one number beside floating tensors.
             sources = (source for call in found.inside.values() for source in call.all_input_nodes)
@@ -406,7 +410,9 @@ def _check_inverse(
 
 
 def _is_close(layer: nn.Module, other: nn.Module) -> bool:
-    """Tell whether two layers have the same tensors, but for rounding."""
+    """Tell whether two layers have the same tensors, but for rounding, and are in the same mode."""
+    if [part.training for part in layer.modules()] != [part.training for part in other.modules()]:
+        return False
     try:
         mine, theirs = (dict(submodules.tensors_of({"": each})) for each in (layer, other))
         both = pairs(mine, theirs)

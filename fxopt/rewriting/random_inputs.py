@@ -119,11 +119,11 @@ def resized(env: Any, guard: Any, choose: Callable[[int], int]) -> Callable[[Any
     bounds = {symbol: env.bound_sympy(symbol) for symbol in hints}
 
     def is_taken(numbers: Mapping[Any, int]) -> bool:
-        return (
-            all(bounds[symbol].lower <= number <= bounds[symbol].upper for symbol, number in numbers.items())
-            and {each.expr.subs(numbers) for each in env.guards} <= {True}
-            and (guard is None or guard.takes({str(symbol): number for symbol, number in numbers.items()}))
-        )
+        if guard is not None:
+            return bool(guard.takes({str(symbol): number for symbol, number in numbers.items()}))
+        return all(
+            bounds[symbol].lower <= number <= bounds[symbol].upper for symbol, number in numbers.items()
+        ) and {each.expr.subs(numbers) for each in env.guards} <= {True}
 
     numbers = {symbol: choose(hint) for symbol, hint in hints.items()}
     if not is_taken(numbers):

@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxopt import graph, submodules
+from fxopt.errors import PassError
 from fxopt.node_values import described
 from fxopt.rewriting.edits import (
     FIELDS,
@@ -122,6 +123,8 @@ class Rewriter:
     def erase(self, node: Node) -> None:
         """Erase a node that nothing uses; its name stays reserved."""
         check_nodes(self.graph, node)
+        if node.op == "output":
+            raise PassError("the output node cannot be erased: the graph would return None")
         edit = NodeEdit(node.name, NodeState.of(node), None, node.prev.name, node.meta)
         self.graph.erase_node(node)
         self.log.append(edit)

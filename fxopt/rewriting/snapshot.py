@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
@@ -119,6 +120,16 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return one.keys() == other.keys() and all(map(operator.is_, map(one.get, other), other.values()))
 
 
+def _is_in_place(tensor: Tensor, memory: Tensor) -> bool:
+    """Tell whether a tensor is in the memory that it had, in the same way."""
+    same = tensor.dtype == memory.dtype and tensor.shape == memory.shape and tensor.layout == memory.layout
+    if not same or tensor.layout != torch.strided:
+        return same
+    return storage_of(tensor) == storage_of(memory) and (
+        (tensor.storage_offset(), tensor.stride()) == (memory.storage_offset(), memory.stride())
+    )
+
+
 class Snapshot:
     """The nodes of a graph module, what its modules hold, and their options, at the time when this was made.
 
@@ -150,12 +161,14 @@ class Snapshot:
             for path, module in graph_module.named_modules()
             if not isinstance(module, PassRecord)
         ]
-        self._requires_grad = [
-            (tensor, tensor.requires_grad)
+        tensors = (
+            tensor
             for each in self._modules
-            for tensor in each.contents.get(PARAMETERS, {}).values()
-            if tensor is not None
-        ]
+            for table in (PARAMETERS, BUFFERS)
+            for tensor in each.contents.get(table, {}).values()
+        )
+        # The memory is held: `.data = ...` gives a tensor another one, and perhaps another dtype.
+        self._tensors = [(t, t.requires_grad, t.detach()) for t in tensors if t is not None]
 
     @functools.cached_property
     def held(self) -> dict[str, Any]:
@@ -262,17 +275,20 @@ class Snapshot:
         for path, value in put.items():
             if find(self.graph_module, path) is not value:
                 return path
-        for tensor, requires_grad in self._requires_grad:
-            if tensor.requires_grad != requires_grad:
+        for tensor, requires_grad, memory in self._tensors:
+            is_moved = not _is_in_place(tensor, memory)
+            if is_moved or tensor.requires_grad != requires_grad:
                 name = next(name for name, value in self.held.items() if value is tensor)
-                return f"requires_grad of {name}"
+                return f"{'the memory or dtype' if is_moved else 'requires_grad'} of {name}"
         return None
 
     def put_back(self) -> None:
         """Bring the graph module back; nodes that were erased come back as copies."""
         for each in self._modules:
             each.put_back()
-        for tensor, requires_grad in self._requires_grad:
+        for tensor, requires_grad, memory in self._tensors:
+            if not _is_in_place(tensor, memory):
+                tensor.data = memory
             tensor.requires_grad_(requires_grad)
         if self.graph_module.graph is not self._graph:
             self.graph_module.graph = self._graph

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
-from transformers import BatchEncoding
+from transformers import BatchEncoding, ProphetNetConfig, ProphetNetForConditionalGeneration
+from transformers.modeling_outputs import BaseModelOutput
 
 import fxopt
 from fxopt import kernels as kernels_module
@@ -165,6 +166,23 @@ class Options(collections.OrderedDict):
         raise TypeError("not to be copied")
 
 
+def checks_and_fills(m, x):
+    if (x > 100).any():
+        raise ValueError("too large")
+    wide = torch.zeros(2, 16)
+    wide[:, :8] = m.layer(x.abs())
+    return BaseModelOutput(last_hidden_state=wide, hidden_states=(x,))
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(1, 2, 3, dtype=torch.complex64)
+
+    def forward(self, x):
+        return self.conv(x[:, None].to(torch.complex64)).abs()
+
+
 MODELS = {
     "a recurrent cell": (cell, {"layer": nn.GRUCell(8, 8)}),
     "first states": (recurrent, {"layer": nn.LSTM(8, 8), "gru": nn.GRU(8, 8), "rnn": nn.RNN(8, 8)}),
@@ -197,6 +215,8 @@ MODELS = {
         {"table": [torch.randn(8)]},
     ),
     "a loss": (loses, {}),
+    "a check before a write": (checks_and_fills, {}),
+    "a complex convolution": (lambda m, x: m.complex(x), {"complex": Complex}),
     "a dict that cannot be copied": (lambda m, x: m.layer(x) * m.options.scale, {"options": Options(2)}),
 }
 REFUSED = {
@@ -672,3 +692,36 @@ def test_hidden_states_may_be_asked_for_later():
         for options in ({}, {"output_hidden_states": True}, {}):
             torch.testing.assert_close(fast(ids, **options), model(ids, **options))
     assert not any(report.reason for report in fast.report)
+
+
+def test_beams_behind_a_greedy_search_get_graphs():
+    config = ProphetNetConfig(
+        hidden_size=32,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        num_encoder_layers=1,
+        num_decoder_layers=1,
+        num_encoder_attention_heads=4,
+        num_decoder_attention_heads=4,
+        vocab_size=60,
+        max_position_embeddings=64,
+        num_buckets=8,
+        relative_max_distance=16,
+        decoder_start_token_id=2,
+    )
+    model, ids = randomise(ProphetNetForConditionalGeneration(config)).eval(), torch.arange(5, 17).view(2, 6)
+    fast = fxopt.optimize(model, tune=False)
+    for options in ({}, {"num_beams": 3}):
+        found, expected = (each.generate(ids, max_new_tokens=4, **options) for each in (fast, model))
+        assert torch.equal(found, expected)
+    assert not any(reasons(fast))
+
+
+def test_the_report_names_the_parts_where_generate_calls_no_forward():
+    class Composed(Parts):
+        def generate(self, x):
+            return self.encode(x)
+
+    fast = fxopt.optimize(Composed().eval())
+    fast.generate(X)
+    assert "generate() did not call the forward, but parts of the model" in str(fast.report)
