@@ -121,7 +121,9 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _is_in_place(tensor: Tensor, memory: Tensor) -> bool:
-    """Tell whether a tensor is in the memory that it had, in the same way."""
+    """Tell whether a tensor is in the memory that it had, in the same way; a lazy parameter has none yet."""
+    if nn.parameter.is_lazy(tensor):
+        return True
     same = tensor.dtype == memory.dtype and tensor.shape == memory.shape and tensor.layout == memory.layout
     if not same or tensor.layout != torch.strided:
         return same
@@ -168,7 +170,7 @@ class Snapshot:
             for tensor in each.contents.get(table, {}).values()
         )
         # The memory is held: `.data = ...` gives a tensor another one, and perhaps another dtype.
-        self._tensors = [(t, t.requires_grad, t.detach()) for t in tensors if t is not None]
+        self._tensors = [(t, t.requires_grad, t.data) for t in tensors if t is not None]
 
     @functools.cached_property
     def held(self) -> dict[str, Any]:
