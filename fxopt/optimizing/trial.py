@@ -98,7 +98,8 @@ class Trial:
         """
         value, left = self._run(function)
         if unlike(self._left, left) or norm_error(self._left, left) > 1e-2:
-            raise Unused("its graph leaves other values in the buffers that the model writes into")
+            names = sorted(self._left.keys() ^ left.keys() or left)
+            raise Unused(f"its graph leaves other values than the model in {', '.join(names)}")
         return value
 
     def moved(self) -> Any:
