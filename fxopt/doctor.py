@@ -11,7 +11,7 @@ from torch import nn
 
 from fxopt import torch_internals
 from fxopt.capture import trace
-from fxopt.errors import PassError
+from fxopt.errors import PassError, error_text
 from fxopt.passes import ready
 from fxopt.passes.remove_identity import RemoveIdentity
 from fxopt.rewriting.history import undo
@@ -36,7 +36,7 @@ def examine(harness: Callable[[], str]) -> tuple[dict[str, str], list[str]]:
         try:
             facts[name] = check()
         except Exception as error:  # whatever it is, this is for telling
-            facts[name] = f"{type(error).__name__}: {error}"
+            facts[name] = error_text(error)
             problems.append(name)
     return facts, problems
 

@@ -37,6 +37,11 @@ class UndoError(PassError):
     """A rewrite cannot be undone exactly, for example because its record is gone."""
 
 
+def error_text(error: BaseException) -> str:
+    """The class of an error, and its message."""
+    return f"{type(error).__name__}: {error}"
+
+
 def warn(text: str, category: type[Warning]) -> None:
     """Warn at the line of the caller, behind all frames of fxopt, torch, and the code that these generate."""
     level = 1

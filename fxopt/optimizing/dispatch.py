@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fxopt.capture.patches.interception import lock
 from fxopt.compare import epsilon, norm_error, unlike
 from fxopt.engines import TORCH
-from fxopt.errors import FallbackWarning, GuardError, warn
+from fxopt.errors import FallbackWarning, GuardError, error_text, warn
 from fxopt.objects import tensors_in
 from fxopt.optimizing.inputs import (
     Inputs,
@@ -237,7 +237,7 @@ class Graphs:
             named = inputs.named(getattr(self._model, inputs.method))
             shapes, key = shapes_of(named), (inputs.method, structure_of(named))
         except Exception as error:  # whatever objects the inputs are, the model may know what to do with them
-            reason = f"its inputs cannot be described ({type(error).__name__}: {error})"
+            reason = f"its inputs cannot be described ({error_text(error)})"
             after.append(lambda _: self._warn(inputs, reason))
             return
         if any(map(has_own_kernels, tensors_in(named))) or (key, shapes) in without:

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from fxopt import graph
 from fxopt.compare import Unlike, epsilon, norm_error, pairs, row_error, text_of
-from fxopt.errors import PassError
+from fxopt.errors import PassError, error_text
 from fxopt.float64 import Float64
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
@@ -181,7 +181,7 @@ class _Place:
         try:
             truth = _run(self.rule, "pattern", drawn, self.trains)
         except Exception as error:  # an index is too large, or a size is no multiple of another
-            text = f"{type(error).__name__}: {error}"
+            text = error_text(error)
             raise _DoesNotRunError(f"pattern does not run on random values ({text}); for {given}") from error
         if numbers.integers == FAR and not is_finite(truth.wide):
             raise _DoesNotRunError("far integers overflow")  # such as an exponential
@@ -194,7 +194,7 @@ class _Place:
         except PassError:
             raise
         except Exception as error:  # what the author calls may raise anything
-            return Proof(f"replacement raises {type(error).__name__}: {error}; for {given}")
+            return Proof(f"replacement raises {error_text(error)}; for {given}")
         if made.graph.draws:
             return Proof("replacement draws random numbers")
         reason = _difference(truth, made)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fxopt.errors import PassError, UndoError
+from fxopt.errors import PassError, UndoError, error_text
 from fxopt.graph import origin_of
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Swapped, picklable, target_text
 from fxopt.torch_internals import modules_of, used_names
@@ -90,7 +90,7 @@ class Step:
             if self.transformation is not None:
                 return pickle.loads(self.transformation)
         except Exception as error:  # the class of a user may be gone, or raise anything
-            why = f"it cannot be unpickled ({type(error).__name__}: {error})"
+            why = f"it cannot be unpickled ({error_text(error)})"
         raise UndoError(f"{self.name} is not known here: {why}. Undo it with {self.name}(gm, reverse=True)")
 
     def __getstate__(self) -> dict[str, Any]:

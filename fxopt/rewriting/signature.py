@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fxopt.errors import PassError
+from fxopt.errors import PassError, error_text
 from fxopt.objects import qualified_name
 
 
@@ -97,7 +97,7 @@ def _content(value: Any) -> list[Any]:
         return [*value.__reduce_ex__(4)]
     except Exception as error:  # whatever a class of a user raises
         raise PassError(
-            f"{value!r} cannot be told from other values of its type ({type(error).__name__}: {error}), so a pass "
+            f"{value!r} cannot be told from other values of its type ({error_text(error)}), so a pass "
             "with this option has no signature: give the pass a property `signature` of its own"
         ) from error
 

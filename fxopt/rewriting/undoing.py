@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from fxopt.errors import UndoError
+from fxopt.errors import UndoError, error_text
 from fxopt.rewriting.attempt import Applied, Attempt
 from fxopt.rewriting.edits import NodeEdit, conflicts
 from fxopt.rewriting.fingerprint import fingerprint
@@ -105,7 +105,7 @@ def _played_back(graph_module: GraphModule, step: Step) -> Applied:
         snapshot.put_back()
         if not isinstance(error, Exception):
             raise
-        why = str(error) if isinstance(error, UndoError) else f"{type(error).__name__}: {error}"
+        why = str(error) if isinstance(error, UndoError) else error_text(error)
         raise UndoError(f"{step.name} cannot be undone: {why}") from error
     return graph_module, snapshot.put_back
 

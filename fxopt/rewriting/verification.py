@@ -22,7 +22,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from fxopt import graph
 from fxopt.compare import Unlike, epsilon, norm_error, pairs, row_error
 from fxopt.constants import computed_constant, constants_of, is_changing
-from fxopt.errors import PassError
+from fxopt.errors import PassError, error_text
 from fxopt.float64 import wide_dtype
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
@@ -325,7 +325,7 @@ class _Stopped(Exception):
     """A node of a piece raises."""
 
     def __init__(self, name: str, error: Exception) -> None:
-        self.name, text = name, f"it cannot be run on random inputs ({type(error).__name__}: {error})"
+        self.name, text = name, f"it cannot be run on random inputs ({error_text(error)})"
         self.reason = error if isinstance(error, _CannotRun) else _CannotRun(text)
 
 
@@ -356,6 +356,6 @@ def _described(graph_module: GraphModule, inputs: tuple[Any, ...]) -> dict[str, 
             FakeTensorProp(described, mode).propagate(*inputs)
     except Exception as error:  # whatever a graph raises on inputs that it does not take
         raise PassError(
-            f"verify: the graph module does not take these example inputs ({type(error).__name__}: {error})"
+            f"verify: the graph module does not take these example inputs ({error_text(error)})"
         ) from error
     return {node.name: node.meta.get("val") for node in described.graph.nodes}

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fxopt.errors import LoadError, SaveError
+from fxopt.errors import LoadError, SaveError, error_text
 from fxopt.version import __version__
 
 GRAPH = "graph.json"
@@ -118,7 +118,7 @@ def _explained(path: Path) -> Iterator[None]:
     except LoadError:
         raise
     except Exception as error:  # whatever a file may hold
-        what = f"{type(error).__name__}: {error}"
+        what = error_text(error)
         raise LoadError(f"{path} is cut off, or no file that fxopt saved ({what}). {_AGAIN}") from error
 
 

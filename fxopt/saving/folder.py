@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from fxopt.errors import LoadError, SaveError
+from fxopt.errors import LoadError, SaveError, error_text
 from fxopt.operators import hooks_of
 from fxopt.saving import files
 from fxopt.saving.allowed import Names, Refused
@@ -113,7 +113,7 @@ def _told(kind: type[Exception], what: str) -> Iterator[None]:
     except Refused as error:
         raise kind(f"{what}: {error}.") from None
     except Exception as error:
-        raise kind(f"{what}: {type(error).__name__}: {error}") from error
+        raise kind(f"{what}: {error_text(error)}") from error
 
 
 def _with_graphs(module: nn.Module) -> GraphModule | GraphSet:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from fxopt.errors import UndoError
+from fxopt.errors import UndoError, error_text
 from fxopt.rewriting.history import history, undo
 from fxopt.testing.divergence import Divergence
 from fxopt.testing.free_sizes import input_guard
@@ -164,7 +164,7 @@ def place_of_error(
         elif isinstance(candidate, GraphModule) and not history(candidate):
             found = oracle.parting_place(reference, candidate)
     except Exception as error:  # such as one of the model: the verdict stands, whatever this is
-        return f"where, cannot be told: {type(error).__name__}: {error}"
+        return f"where, cannot be told: {error_text(error)}"
     return str(found or "")
 
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from torch.fx import GraphModule
 
+from fxopt.errors import error_text
 from fxopt.rewriting.chosen_sites import AtSites
 from fxopt.rewriting.composition import leaves
 from fxopt.rewriting.rewrite import Rewrite
@@ -91,7 +92,7 @@ def find_culprit(
         try:
             verdict = oracle.judge(*(made(each, part) for each in graphs))
         except Exception as error:  # whatever a wrong pass, or what it made, raises
-            return type(error).__name__, f"{type(error).__name__}: {error}"
+            return type(error).__name__, error_text(error)
         return ("" if verdict.grade.passes else "wrong"), verdict.reason
 
     every = [leaf for each in passes for leaf in leaves(each)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from fxopt.errors import TraceError
+from fxopt.errors import TraceError, error_text
 
 
 class DataDependentBranch(TraceError):
@@ -34,7 +34,7 @@ class PlaceError(TraceError):
 
     def __init__(self, message: str, line: str, position: int, error: Exception) -> None:
         super().__init__(message)
-        self.line, self.position, self.error = line, position, f"{type(error).__name__}: {error}"
+        self.line, self.position, self.error = line, position, error_text(error)
 
 
 class DataDependentText(DataDependentBranch):

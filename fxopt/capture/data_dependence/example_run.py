@@ -19,7 +19,7 @@ from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.shared_memory import called_module, memory_of
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.checks import check_outcome, check_same_outcome, check_value
-from fxopt.errors import TraceError
+from fxopt.errors import TraceError, error_text
 from fxopt.objects import tensors_in
 from fxopt.torch_internals import storage_identity
 
@@ -107,7 +107,7 @@ class ExampleRun:
                 except Exception as error:  # the model's own, on these values
                     raise TraceError(
                         f"the example inputs, on which specialize=True decides, lead to an error at {node.format_node()}: "
-                        f"{type(error).__name__}: {error}"
+                        f"{error_text(error)}"
                     ) from error
             self._random_state = torch.get_rng_state()
 

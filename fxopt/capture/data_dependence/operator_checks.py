@@ -14,6 +14,7 @@ import torch
 
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
 from fxopt.capture.nodes.source_location import is_model_code, makes_calls
+from fxopt.errors import error_text
 
 T = TypeVar("T")
 
@@ -123,7 +124,7 @@ def _error(call: Callable[[], Any], question: Any, answer: bool, fake_mode: Capt
         with shape_env.suppress_guards(), torch.no_grad():
             call()
     except Exception as error:
-        return f"{type(error).__name__}: {error}" if is_model_error(error) and not asked else None
+        return error_text(error) if is_model_error(error) and not asked else None
     finally:
         shape_env.decide, fake_mode.cache_enabled, fake_mode.drawn = outer, cached, drawn
     return None

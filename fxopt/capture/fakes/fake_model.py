@@ -16,7 +16,7 @@ from fxopt.capture.fakes.model_copy import STAND_IN, deepcopy_with_closures, unc
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
 from fxopt.capture.fakes.unusable_number import CountedNumber, UnusableNumber, is_unusable
-from fxopt.errors import TraceError
+from fxopt.errors import TraceError, error_text
 from fxopt.memory import storage_of, version_of
 from fxopt.objects import attributes
 from fxopt.submodules import OWN_COMPILED
@@ -121,7 +121,7 @@ class FakeModel:
         except Exception as error:
             raise TraceError(
                 f"{type(model).__name__} cannot be copied by copy.deepcopy, which capture needs so as to "
-                f"leave the model untouched: {type(error).__name__}: {error}{uncopied(model, memo)}"
+                f"leave the model untouched: {error_text(error)}{uncopied(model, memo)}"
             ) from error
 
     def _leave(self, earlier: KeptState) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from fxopt.capture.runs.own_copies import Examples
 from fxopt.compare import tensor_error
+from fxopt.errors import error_text
 from fxopt.objects import attributes, is_open, tensors_in
 from fxopt.outputs import plain, strides_of
 from fxopt.torch_internals import storage_identity
@@ -88,7 +89,7 @@ def difference(expected: Outcome, found: Outcome) -> str | None:
 
 def named(error: Exception) -> str:
     """An error in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
+    return error_text(error).splitlines()[0].removesuffix(": ")
 
 
 def _gradients(output: Any, examples: Examples, module: torch.nn.Module) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from fxopt.capture.runs.outside_state import ReachableState, refused_outside
 from fxopt.capture.runs.run_result import RunResult
 from fxopt.capture.runtime.checks import check_value
 from fxopt.capture.runtime.traced_module import BY_FIRST_CALL
-from fxopt.errors import GuardError, TraceError
+from fxopt.errors import GuardError, TraceError, error_text
 
 # A stack with more functions of the model than this is one that does not end.
 _MOST_NESTED = 100
@@ -327,4 +327,4 @@ def _with_line(error: Any) -> TraceError:
             f"torch's arithmetic on symbolic sizes failed. {where} {type(error).__name__}: {str(error).rstrip('.')}. Fix these "
             "sizes: leave them out of dynamic_shapes."
         )
-    return TraceError(f"the forward failed under capture. {where} {type(error).__name__}: {error}")
+    return TraceError(f"the forward failed under capture. {where} {error_text(error)}")
