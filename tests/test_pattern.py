@@ -798,3 +798,62 @@ def test_a_size_of_1_is_tried_where_the_graph_takes_it():
     assert graph_module(X[:1]).shape == X[0].shape
     with pytest.warns(fxopt.VerificationWarning, match="took back"):
         wrong(graph_module, verify=True)
+
+
+def test_near_numbers_are_no_ties():
+    pattern, replacement = (
+        lambda s, x, y: (x - y).relu() * 2.0,
+        lambda s, x, y: (torch.maximum(x, y) - y) * 2.0,
+    )
+    graph_module = of(lambda m, x, y: (x - y).relu() * 2.0, X, X + 1).train()
+    assert len(rule(pattern, replacement).explain(graph_module).sites) == 1
+
+
+def test_negative_and_complex_numbers_of_a_pattern_are_tried():
+    with pytest.raises(PassError, match="is wrong"):
+        rule(lambda s, x: torch.where(x == -200, 0, x), lambda s, x: x * 1)(
+            of(lambda m, x: torch.where(x == -200, 0, x), torch.arange(12))
+        )
+    graph_module = of(lambda m, x: x * 2, torch.randn(3, 4, dtype=torch.complex64))
+    assert len(rule(lambda s, x: x * 2, lambda s, x: x + x).explain(graph_module).sites) == 1
+
+
+def test_a_replacement_may_read_the_layer_of_its_place():
+    class Reads(Pattern):
+        def pattern(self, x, layer: nn.PReLU):
+            return layer(x)
+
+        def replacement(self, x, layer):
+            return F.leaky_relu(x, layer.weight.item())
+
+    before = of(lambda m, x: m.a(x), a=nn.PReLU())
+    after = Reads()(copy.deepcopy(before))
+    torch.testing.assert_close(after(X), before(X))
+
+
+def test_other_weights_are_asked_about_with_other_numbers():
+    class DropClamp(Pattern):
+        def pattern(self, x, c: float, layer: nn.Embedding):
+            return layer(x).clamp_min(c)
+
+        def replacement(self, x, c, layer):
+            return layer(x)
+
+        def refuses(self, x, c, layer):
+            return "it clamps" if layer.weight.min() < c else None
+
+    table = nn.Embedding.from_pretrained(torch.full((10, 4), 2.0))
+    graph_module = fxopt.trace(
+        module(lambda m, x: m.a(x).clamp_min(-10.0), a=table).eval(), (torch.arange(3),)
+    )
+    assert len(DropClamp().explain(graph_module).sites) == 1
+
+
+def test_complex_weights_are_drawn():
+    drops = Rule(lambda x, a: a(x).abs(), lambda x, a: without_bias(a)(x).abs())
+    layer = nn.Linear(4, 4, dtype=torch.complex64)
+    nn.init.zeros_(layer.bias)
+    x = torch.randn(3, 4, dtype=torch.complex64)
+    graph_module = fxopt.trace(module(lambda m, x: m.a(x).abs(), a=layer).eval(), (x,))
+    with pytest.raises(PassError, match="is wrong"):
+        drops(graph_module)

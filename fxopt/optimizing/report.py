@@ -86,12 +86,8 @@ class Report(tuple[GraphReport, ...]):
             others = (f"warned: {reason}" for reason in self.fallbacks if reason not in known)
             return "\n".join([*map(str, self), *others])
         names = ", ".join(map(repr, self.called))
-        why = f"forward was not called, but {names}; name methods as optimize(..., methods=({names},))"
-        if "generate" in self.called:
-            why = (
-                "generate() did not call the forward, but parts of the model: optimize these, as in "
-                "model.language_model = fxopt.optimize(model.language_model)"
-            )
+        parts = "optimize the parts of the model that it calls, or " if "generate" in self.called else ""
+        why = f"forward was not called, but {names}; {parts}name methods as optimize(..., methods=({names},))"
         no_call = "call the module, or pass example inputs to optimize"
         return f"no graph yet: {'; '.join(self.fallbacks) or (why if self.called else no_call)}"
 

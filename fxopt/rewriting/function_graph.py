@@ -35,12 +35,17 @@ class FunctionGraph:
     @property
     def steps(self) -> tuple[Any, ...]:
         """The calls in order, with layers by their class: what two graphs have in common that compute the same of other weights."""
-        places = {node: f"%{place}" for place, node in enumerate(self.graph.nodes)}
+        places: dict[Any, Any] = {node: f"%{place}" for place, node in enumerate(self.graph.nodes)}
+
+        def told(leaf: Any) -> Any:
+            """A proof runs on the CPU."""
+            return torch.device if isinstance(leaf, torch.device) else places.get(leaf, leaf)
+
         return tuple(
             (
                 node.op,
                 type(self.modules[node.target]) if node.target in self.modules else node.target,
-                repr(map_arg((node.args, node.kwargs), places.__getitem__)),
+                repr(map_aggregate((node.args, node.kwargs), told)),
             )
             for node in self.graph.nodes
         )

@@ -111,7 +111,7 @@ class Pattern(ReversibleRewrite[Found]):
                 continue
             reason, steps = self._obstacle(index, found, wanted), None
             if reason is None and self.preserves_computation:
-                proof = self._proof_at(index, found, wanted)
+                proof = self._proof_at(index, found)
                 reason, steps = proof.reason, proof.steps
             taken.update(() if reason else found.inside.values())
             yield Refusal(node, reason) if reason else dataclasses.replace(found, steps=steps)
@@ -124,10 +124,12 @@ class Pattern(ReversibleRewrite[Found]):
         """Write the replacement in front of the result of the pattern, and erase the pattern."""
         made = trace_function(self, "replacement", site.values)
         if site.steps is not None and made.steps != site.steps:
-            raise PassError(
-                f"replacement of {self!r} makes other calls of these layers than of random ones, with which it was proved: leave "
-                "out what decides by the values of weights, or refuse such layers by refuses()"
+            # It reads its layers: the proof is to be one for these.
+            proof = prove(
+                self, site.values, _floats(self), GraphIndex(rewriter.graph_module), own_layers=True
             )
+            if proof.reason or proof.steps != made.steps:
+                raise PassError(f"replacement of {self!r} makes other calls each time: {proof.reason}")
         paths, gone = self._place(rewriter, site, made)
         nodes: dict[Node, Node] = {}
         for node in made.graph.nodes:
@@ -203,11 +205,9 @@ class Pattern(ReversibleRewrite[Found]):
                     return reason
         return self.refuses(**found.values)
 
-    def _proof_at(self, index: GraphIndex, found: Found, wanted: _Wanted) -> Proof:
+    def _proof_at(self, index: GraphIndex, found: Found) -> Proof:
         """The proof for the values of a place; its reason is also about what else reads them."""
-        proof = prove(
-            self, found.values, [name for name, kind in wanted.kinds.items() if kind is float], index
-        )
+        proof = prove(self, found.values, _floats(self), index)
         value, reason = graph.value_of(found.node), proof.reason
         if reason is None and isinstance(value, Tensor) and strides_of(value) != proof.strides:
             reason = "the pattern gives another layout in memory than this order of its values"
@@ -358,6 +358,11 @@ def _kinds_of(pass_: Pattern) -> dict[str, Any]:
     if [*inspect.signature(pass_.replacement).parameters] != names:
         raise PassError(f"replacement of {name} has other parameters than its pattern: {', '.join(names)}")
     return kinds
+
+
+def _floats(pass_: Pattern) -> list[str]:
+    """The parameters of a pattern that are floating numbers."""
+    return [name for name, kind in _kinds_of(pass_).items() if kind is float]
 
 
 class _Layer(nn.Module):

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 import types
 import weakref
@@ -81,7 +82,13 @@ class Proof:
 _PROOFS: weakref.WeakKeyDictionary[type, dict[tuple[Any, ...], Proof]] = weakref.WeakKeyDictionary()
 
 
-def prove(rule: Rule, values: Mapping[str, Any], floats: Sequence[str], index: GraphIndex) -> Proof:
+def prove(
+    rule: Rule,
+    values: Mapping[str, Any],
+    floats: Sequence[str],
+    index: GraphIndex,
+    own_layers: bool = False,
+) -> Proof:
     """Run both functions of a rule on values like those of a place; what was proved is not proved again.
 
     Args:
@@ -89,6 +96,7 @@ def prove(rule: Rule, values: Mapping[str, Any], floats: Sequence[str], index: G
         values: the nodes, numbers and layers of the place, by parameter.
         floats: the parameters that are floating numbers.
         index: of the graph.
+        own_layers: whether to take copies of the layers with their own weights.
 
     Raises:
         PassError: the functions differ.
@@ -96,13 +104,13 @@ def prove(rule: Rule, values: Mapping[str, Any], floats: Sequence[str], index: G
     described = {name: graph.value_of(value) for name, value in values.items() if isinstance(value, Node)}
     if not all(isinstance(value, Tensor) for value in described.values()):
         return Proof("the shape of an input is unknown: capture the model with fxopt.trace")
-    place = _Place(rule, values, {**values, **described}, index.graph_module.training)
+    place = _Place(rule, values, {**values, **described}, index.graph_module.training, own_layers)
     proofs = _PROOFS.setdefault(type(rule), {})
     try:
         key: Any = rule.signature, place.trains, *map(_kind, place.described.values())
     except _UnknownPartError:
         return place.proof_with_numbers(floats)
-    if key in proofs:
+    if key in proofs and not own_layers:
         return proofs[key]
     found = place.proof_with_numbers(floats)
     if not place.needs_own_layers:
@@ -119,7 +127,7 @@ class _Place:
         values: the nodes, numbers and layers, by parameter.
         described: the same, with descriptions of tensors in the place of nodes.
         trains: whether the graph is in training mode.
-        needs_own_layers: whether the rule refuses layers with other weights; known after a proof.
+        needs_own_layers: whether the rule refuses layers with other weights, as far as known.
     """
 
     rule: Rule
@@ -171,8 +179,10 @@ class _Place:
             if isinstance(value, Tensor)
         ]
         turns = math.ceil(3 * len(constants) / max(1, min(counts, default=1)))
-        for turn in range(min(4, turns)):
-            yield Numbers(None, constants=constants, turn=turn)
+        # The second may be indices.
+        ranges = (_NEAR, ZERO_OR_ONE) if has_integers(described.values()) else (_NEAR,)
+        for turn, integers in itertools.product(range(min(4, turns)), ranges):
+            yield Numbers(None, integers=integers, constants=constants, turn=turn)
 
     def _tried(self, described: Mapping[str, Any], numbers: Numbers) -> Proof:
         """The proof on one draw of values."""
@@ -214,7 +224,10 @@ class _Place:
         """Random values for descriptions, and copies of layers with random weights, or with their own where the rule refuses these."""
         drawn = {name: _drawn(value, seed, numbers) for seed, (name, value) in enumerate(described.items())}
         layers = {name: value for name, value in drawn.items() if isinstance(value, nn.Module)}
-        if layers and self.rule.refuses(**{**self.values, **layers}):
+        numbers_too = {name: value for name, value in described.items() if not isinstance(value, Tensor)}
+        if layers and (
+            self.needs_own_layers or self.rule.refuses(**{**self.values, **numbers_too, **layers})
+        ):
             self.needs_own_layers = True
             drawn |= {name: copy.deepcopy(described[name]).cpu() for name in layers}
         return drawn
@@ -320,12 +333,15 @@ def _drawn(value: Any, seed: int, numbers: Numbers) -> Any:
     if not isinstance(value, nn.Module):
         return numbers.like(value.cpu(), seed) if isinstance(value, Tensor) else value
     generator, layer = torch.Generator().manual_seed(seed), copy.deepcopy(value).cpu()
-    for tensor in (*layer.parameters(), *layer.buffers()):
-        if tensor.is_floating_point():
-            tensor.data += torch.rand(tensor.shape, generator=generator).to(tensor.dtype)
-    for parameter in filter(Tensor.is_floating_point, layer.parameters()):  # buffers may be variances
+    for tensor in filter(_is_number, (*layer.parameters(), *layer.buffers())):
+        tensor.data += torch.rand(tensor.shape, generator=generator).to(tensor.dtype)
+    for parameter in filter(_is_number, layer.parameters()):  # buffers may be variances
         parameter.data *= torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
     return layer
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _wide(value: Any) -> Any:
@@ -337,7 +353,8 @@ def _kind(value: Any) -> Any:
     """The property of a value for which a proof holds."""
     if isinstance(value, nn.Module):
         tensors = [
-            (name, str(t.dtype), tuple(t.shape)) for name, t in value.state_dict(keep_vars=True).items()
+            (name, str(t.dtype), tuple(t.shape), None if _is_number(t) else _part(t.flatten().tolist()))
+            for name, t in value.state_dict(keep_vars=True).items()
         ]
         parts = [
             (

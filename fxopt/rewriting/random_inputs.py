@@ -33,7 +33,7 @@ class Numbers:
         integers: the least integer, and the first that is too large.
         unit: what numbers are multiples of; None for any.
         even: whether numbers are of one scale; else some are large, small or zero.
-        constants: all elements are near these, one after the other; integers may be equal to them.
+        constants: all elements are near these; integers may be equal to them.
         turn: with how many elements before these the constants begin, in units of all elements: small tensors do not hold all.
     """
 
@@ -64,17 +64,20 @@ class Numbers:
     def _drawn(self, value: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
         if not (value.is_floating_point() or value.is_complex()):
             low, high = (0, 2) if value.dtype == torch.bool else self.integers
-            least = low if value.dtype.is_signed else 0
             if self.constants and value.dtype != torch.bool:
-                return self._near_constants((-1, 0, 1), shape).long().clamp(min=least)
-            return torch.randint(least, high, shape, generator=generator)
+                constants, distances = self._near_constants((-1, 0, 1), shape, generator)
+                near = (constants + distances).long()
+                return near if low < 0 and value.dtype.is_signed else near.clamp(min=0)
+            return torch.randint(low if value.dtype.is_signed else 0, high, shape, generator=generator)
         if self.unit is not None:
             few = torch.tensor([1.0, -1.0, 2.0, -2.0, 3.0, 7.0], dtype=torch.float64)
             # Each of them, also in a small tensor.
             places = torch.randperm(math.prod(shape), generator=generator)
             return few[places % len(few)].reshape(shape) * self.unit
         if self.constants:
-            return self._near_constants((-1, 1), shape)  # a function may have no gradient at a constant
+            constants, distances = self._near_constants((-1, 1), shape, generator)
+            # Not at constants, and in no two places the same: a function may have no gradient there.
+            return constants + distances * (0.1 + 0.8 * torch.rand(shape, generator=generator))
         numbers = torch.randn(shape, generator=generator)
         scales = torch.tensor([1.0, 1.0, 1.0, 1.0, 30.0, 1 / 30, 0.0])
         if numbers.numel() > 1 and not self.even:  # or else nothing might flow
@@ -82,10 +85,18 @@ class Numbers:
             numbers[-1:] *= 1e-4 if len(numbers) > 1 else 1  # what is large overflows in some rows alone
         return numbers
 
-    def _near_constants(self, distances: Sequence[int], shape: Sequence[int]) -> Tensor:
-        near = torch.tensor([c + distance for c in self.constants for distance in distances])
+    def _near_constants(
+        self, distances: Sequence[int], shape: Sequence[int], generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Constants and distances in two tensors of a shape, such that each pair comes where there are enough elements."""
+        pairs = torch.tensor(
+            [(constant, distance) for constant in self.constants for distance in distances],
+            dtype=torch.float64,
+        )
         count = math.prod(shape)
-        return near[(torch.arange(count) + self.turn * count) % len(near)].reshape(shape)
+        places = (torch.arange(count) + self.turn * count) % len(pairs)
+        chosen = pairs[places[torch.randperm(count, generator=generator)]]
+        return chosen[:, 0].reshape(shape), chosen[:, 1].reshape(shape)
 
 
 def has_integers(values: Iterable[Any]) -> bool:

@@ -121,8 +121,8 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _is_in_place(tensor: Tensor, memory: Tensor) -> bool:
-    """Tell whether a tensor is in the memory that it had, in the same way; a lazy parameter has none yet."""
-    if nn.parameter.is_lazy(tensor):
+    """Tell whether a tensor is in the memory that it had, in the same way; not asked of lazy and nested ones."""
+    if nn.parameter.is_lazy(tensor) or tensor.is_nested:
         return True
     same = tensor.dtype == memory.dtype and tensor.shape == memory.shape and tensor.layout == memory.layout
     if not same or tensor.layout != torch.strided:
@@ -135,7 +135,7 @@ def _is_in_place(tensor: Tensor, memory: Tensor) -> bool:
 class Snapshot:
     """The nodes of a graph module, what its modules hold, and their options, at the time when this was made.
 
-    A node is known by its fields, a module and a tensor by identity, and the values of a tensor by torch's count of writes.
+    A node is known by its fields, a module by identity, and a tensor by identity, memory and dtype.
 
     Attributes:
         graph_module: the graph module.
@@ -291,7 +291,8 @@ class Snapshot:
         for tensor, requires_grad, memory in self._tensors:
             if not _is_in_place(tensor, memory):
                 tensor.data = memory
-            tensor.requires_grad_(requires_grad)
+            if tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
         if self.graph_module.graph is not self._graph:
             self.graph_module.graph = self._graph
         self._put_nodes()

@@ -714,6 +714,7 @@ def test_beams_behind_a_greedy_search_get_graphs():
     for options in ({}, {"num_beams": 3}):
         found, expected = (each.generate(ids, max_new_tokens=4, **options) for each in (fast, model))
         assert torch.equal(found, expected)
+    assert len(fast.report) > 3
     assert not any(reasons(fast))
 
 
@@ -724,4 +725,4 @@ def test_the_report_names_the_parts_where_generate_calls_no_forward():
 
     fast = fxopt.optimize(Composed().eval())
     fast.generate(X)
-    assert "generate() did not call the forward, but parts of the model" in str(fast.report)
+    assert "not called, but 'generate'; optimize the parts of the model that it calls" in str(fast.report)
