@@ -335,10 +335,12 @@ def test_layers_of_other_threads_compute_as_ever():
 
     thread = threading.Thread(target=run)
     thread.start()
-    for _ in range(20):
-        FoldNumber()(traced(lambda m, x: m.a(x * 2.0)))
-    stop.set()
-    thread.join()
+    try:
+        for _ in range(20):
+            FoldNumber()(traced(lambda m, x: m.a(x * 2.0)))
+    finally:
+        stop.set()
+        thread.join()
     assert all(torch.equal(each, seen[0]) for each in seen)
     assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
 
