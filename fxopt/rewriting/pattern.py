@@ -125,11 +125,10 @@ class Pattern(ReversibleRewrite[Found]):
         made = trace_function(self, "replacement", site.values)
         if site.steps is not None and made.steps != site.steps:
             # It reads its layers: the proof is to be one for these.
-            proof = prove(
-                self, site.values, _floats(self), GraphIndex(rewriter.graph_module), own_layers=True
-            )
-            if proof.reason or proof.steps != made.steps:
-                raise PassError(f"replacement of {self!r} makes other calls each time: {proof.reason}")
+            proof = self._proof_at(GraphIndex(rewriter.graph_module), site, own_layers=True)
+            reason = proof.reason or (proof.steps != made.steps and "it makes other calls each time")
+            if reason:
+                raise PassError(f"replacement of {self!r} cannot be proven for these layers: {reason}")
         paths, gone = self._place(rewriter, site, made)
         nodes: dict[Node, Node] = {}
         for node in made.graph.nodes:
@@ -205,9 +204,9 @@ class Pattern(ReversibleRewrite[Found]):
                     return reason
         return self.refuses(**found.values)
 
-    def _proof_at(self, index: GraphIndex, found: Found) -> Proof:
+    def _proof_at(self, index: GraphIndex, found: Found, own_layers: bool = False) -> Proof:
         """The proof for the values of a place; its reason is also about what else reads them."""
-        proof = prove(self, found.values, _floats(self), index)
+        proof = prove(self, found.values, _floats(self), index, own_layers)
         value, reason = graph.value_of(found.node), proof.reason
         if reason is None and isinstance(value, Tensor) and strides_of(value) != proof.strides:
             reason = "the pattern gives another layout in memory than this order of its values"

@@ -26,6 +26,7 @@ from fxopt.memory import storage_of
 from fxopt.rewriting.function_graph import FunctionGraph, trace_function
 from fxopt.rewriting.random_inputs import (
     FAR,
+    LARGE,
     ZERO_OR_ONE,
     Numbers,
     has_integers,
@@ -47,7 +48,6 @@ MOST_ROUNDING = 1000
 
 
 _NEAR = (-9, 10)  # integers
-_LARGE = 1e4  # numbers from here on, such as those of masks, hide all others
 
 
 class _DoesNotRunError(Exception):
@@ -172,7 +172,7 @@ class _Place:
     def _near_constants(self, described: Mapping[str, Any]) -> Iterator[Numbers]:
         """Ways to draw numbers near those that stand in the pattern: as many as hold all of them, and at most 4."""
         constants = trace_function(self.rule, "pattern", _without_tensors(described)).numbers
-        constants = [number for number in constants if abs(number) < _LARGE]
+        constants = [number for number in constants if abs(number) < LARGE]
         counts = [
             math.prod(map(number_of, value.shape))
             for value in described.values()
@@ -224,10 +224,8 @@ class _Place:
         """Random values for descriptions, and copies of layers with random weights, or with their own where the rule refuses these."""
         drawn = {name: _drawn(value, seed, numbers) for seed, (name, value) in enumerate(described.items())}
         layers = {name: value for name, value in drawn.items() if isinstance(value, nn.Module)}
-        numbers_too = {name: value for name, value in described.items() if not isinstance(value, Tensor)}
-        if layers and (
-            self.needs_own_layers or self.rule.refuses(**{**self.values, **numbers_too, **layers})
-        ):
+        plain = {name: value for name, value in described.items() if not isinstance(value, Tensor)}
+        if layers and (self.needs_own_layers or self.rule.refuses(**{**self.values, **plain, **layers})):
             self.needs_own_layers = True
             drawn |= {name: copy.deepcopy(described[name]).cpu() for name in layers}
         return drawn

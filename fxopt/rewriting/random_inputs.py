@@ -23,6 +23,10 @@ FAR = (-999, 1000)
 """Integers that are no indices of small tables either."""
 
 
+LARGE = 1e4
+"""Numbers from here on, such as those of masks, hide all others."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Numbers:
     """How random inputs are made.

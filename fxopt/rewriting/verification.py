@@ -32,6 +32,7 @@ from fxopt.rewriting.piece import Piece, Read, weights_of
 from fxopt.rewriting.random_inputs import (
     ANY_SIGN,
     FAR,
+    LARGE,
     ZERO_OR_ONE,
     Numbers,
     has_integers,
@@ -149,7 +150,7 @@ class Verifier:
         ways = [dataclasses.replace(way, size_of=self._ones)] if self._ones else []
         if way.integers == ANY_SIGN and has_integers(self._tensors(piece)):
             ways += [dataclasses.replace(way, integers=each) for each in (FAR, ZERO_OR_ONE)]
-            ways.append(dataclasses.replace(way, constants=[c for c in piece.constants if abs(c) < 1e4]))
+            ways.append(dataclasses.replace(way, constants=[c for c in piece.constants if abs(c) < LARGE]))
         for way in ways:
             with contextlib.suppress(_Stopped):
                 if reason := self._differs(piece, way):
@@ -178,7 +179,7 @@ class Verifier:
         """Compare on random numbers and, where rounding can be seen, on multiples of the constants."""
         units: list[float | None] = [None]
         if self._preserves and not piece.changes_mix:
-            units += [c for c in piece.constants if 1 < abs(c) < 1e4][:2] or [1]
+            units += [c for c in piece.constants if 1 < abs(c) < LARGE][:2] or [1]
         runs = (self._differs_on(piece, dataclasses.replace(numbers, unit=unit)) for unit in units)
         return next(filter(None, runs), None)
 

@@ -16,10 +16,11 @@ from fxopt import effects, operators
 from fxopt.capture.capture_internals import set_grad_enabled
 from fxopt.capture.nodes.comparison import is_device
 from fxopt.capture.nodes.graph_writer import GraphWriter
-from fxopt.capture.nodes.shared_memory import called_module, memory_of
+from fxopt.capture.nodes.shared_memory import memory_of
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.checks import check_outcome, check_same_outcome, check_value
 from fxopt.errors import TraceError, error_text
+from fxopt.graph import called_module
 from fxopt.objects import tensors_in
 from fxopt.torch_internals import storage_identity
 
@@ -106,8 +107,8 @@ class ExampleRun:
                     raise
                 except Exception as error:  # the model's own, on these values
                     raise TraceError(
-                        f"the example inputs, on which specialize=True decides, lead to an error at {node.format_node()}: "
-                        f"{error_text(error)}"
+                        "the example inputs, on which specialize=True decides, lead to an error at "
+                        f"{node.format_node()}: {error_text(error)}"
                     ) from error
             self._random_state = torch.get_rng_state()
 

@@ -10,14 +10,10 @@ import torch
 
 from fxopt.effects import written_by
 from fxopt.errors import TraceError
+from fxopt.graph import called_module
 from fxopt.memory import storage_of
 from fxopt.objects import build_object, set_attributes, set_items, tensors_in
 from fxopt.operators import Fact, facts_of
-
-
-def called_module(model: torch.nn.Module, node: torch.fx.Node) -> torch.nn.Module | None:
-    """The module of a model that a node calls; None for other nodes."""
-    return model.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def memory_of(nodes: Iterable[torch.fx.Node]) -> set[int]:

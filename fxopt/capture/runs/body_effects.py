@@ -11,12 +11,11 @@ import torch
 from fxopt.capture.data_dependence.branch_decisions import Body
 from fxopt.capture.fakes.dynamic_shapes import expression_of_size, is_unbacked
 from fxopt.capture.nodes.comparison import is_call
-from fxopt.capture.nodes.shared_memory import called_module
 from fxopt.capture.runs.run_result import RunResult, UnprovedError
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.checks import CHECKS, MASKS
 from fxopt.effects import written_by, written_parameters
-from fxopt.graph import function_name
+from fxopt.graph import called_module, function_name
 from fxopt.memory import storage_of
 from fxopt.objects import set_attributes, set_items, tensors_in
 

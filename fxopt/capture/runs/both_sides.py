@@ -29,14 +29,14 @@ from fxopt.capture.nodes.comparison import (
     same_results,
 )
 from fxopt.capture.nodes.completion import add_constant
-from fxopt.capture.nodes.shared_memory import called_module, memory_of
+from fxopt.capture.nodes.shared_memory import memory_of
 from fxopt.capture.runs.equivalence import assumes_all_of, size_comparison, translation
 from fxopt.capture.runs.run_result import RunResult, UnprovedError
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.checks import check_outcome
 from fxopt.capture.runtime.conditional import IfElse
 from fxopt.capture.runtime.traced_module import TracedModule
-from fxopt.graph import branches_of
+from fxopt.graph import branches_of, called_module
 from fxopt.objects import set_attributes, set_items
 from fxopt.torch_internals import statically_known_true
 

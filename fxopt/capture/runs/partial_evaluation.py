@@ -14,11 +14,11 @@ import torch
 
 from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.nodes.comparison import is_device
-from fxopt.capture.nodes.shared_memory import called_module
 from fxopt.capture.runs.run_result import RunResult
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.input_specs import same_parts, same_value
 from fxopt.effects import written_by
+from fxopt.graph import called_module
 from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
 from fxopt.operators import is_torch_function
