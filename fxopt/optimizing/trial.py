@@ -28,6 +28,8 @@ from fxopt.tuning import least_seconds
 Function = Callable[..., Any]
 
 
+_LESS = {"tf32": 2.0**-11, "bf16": 2.0**-8}
+"""The relative rounding error of precisions in which torch may multiply float32."""
 _SECONDS = 0.25  # how long to time a function
 _SHORT = 0.01  # seconds: what takes less finds other values in the caches than its own, when something else ran before
 
@@ -105,6 +107,8 @@ class Trial:
     def moved(self) -> Any:
         """The outputs of a copy of the model whose weights in float32 and float64 are moved at random to a neighbouring number.
 
+        The neighbour is one of TF32 or bfloat16 where torch may multiply the weight in that: some kernels do, and some do not.
+
         Source: Parker, Monte Carlo Arithmetic, 1997, section 4: rounding errors that a computation can have.
         """
 
@@ -112,7 +116,10 @@ class Trial:
             if not isinstance(tensor, nn.Parameter) or tensor.dtype not in (torch.float32, torch.float64):
                 return tensor.detach().clone()
             draws = torch.rand(tensor.shape, generator=self._generator, device="cpu").to(tensor)
-            return nn.Parameter(tensor.nextafter(torch.where(draws < 0.5, -torch.inf, torch.inf)), False)
+            less, way = _LESS.get(_precision(tensor)), 1 - 2 * (draws < 0.5).to(tensor)
+            return nn.Parameter(
+                tensor * (1 + less * way) if less else tensor.nextafter(torch.inf * way), False
+            )
 
         memo = {id(tensor): neighbour(tensor) for _, tensor in tensors_of({"": self._model})}
         copied = copy.deepcopy(self._model, memo)
@@ -183,6 +190,18 @@ def _seconds(function: Function, inputs: Inputs, again: bool = True) -> float:
     _wait(devices)
     took = time.perf_counter() - start
     return _seconds(function, inputs, False) if again and took < _SHORT else took
+
+
+def _precision(weight: Tensor) -> str:
+    """The name of the precision in which torch may multiply this weight of a linear layer or convolution."""
+    backends: Any = torch.backends
+    conv, linear = (
+        (backends.cudnn.conv, backends.cuda.matmul)
+        if weight.is_cuda
+        else (backends.mkldnn.conv, backends.mkldnn.matmul)
+    )
+    multiplies = weight.dtype == torch.float32 and weight.dim() > 1
+    return str((conv if weight.dim() > 2 else linear).fp32_precision) if multiplies else ""
 
 
 def _wait(devices: Collection[int | None]) -> None:

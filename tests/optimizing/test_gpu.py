@@ -7,7 +7,14 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MobileNetV2Config,
+    MobileNetV2ForImageClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import fxopt
 from fxopt.optimizing import prepare
@@ -207,6 +214,19 @@ def test_an_input_on_the_cpu(engine):
         fast = fxopt.optimize(model, (x, torch.tensor(2.0)), engine=engine)
         for number in (2.0, 3.0, -1.0):
             check(fast(x, torch.tensor(number)), model(x, torch.tensor(number)))
+
+
+@pytest.mark.parametrize("engine", ["torch", "cudagraphs"])
+@torch.no_grad()
+def test_convolutions_of_which_some_are_computed_in_tf32(engine):
+    torch.manual_seed(0)
+    model = MobileNetV2ForImageClassification(MobileNetV2Config()).eval()
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.running_mean.normal_(0, 0.1), layer.running_var.uniform_(0.5, 2), layer.bias.normal_(0, 0.1)
+    for _ in range(3):
+        fast = fxopt.optimize(model.cuda(), (drawn(1, 3, 224, 224),), engine=engine)
+        assert fast.report[0].reason is None, fast.report
 
 
 @torch.no_grad()
