@@ -441,6 +441,24 @@ def test_malformed_dynamic_shapes(spec):
         fxopt.trace(SizeArithmetic(), (X,), dynamic_shapes=spec)
 
 
+@pytest.mark.parametrize(
+    ("given", "spec", "message"),
+    [
+        ((X, X), ({0: Dim.AUTO},), "input given must be a dict, a tuple of 2 entries or None"),
+        ((X, X), Dim.AUTO, "input given must be a dict, a tuple of 2 entries or None"),
+        ({"a": X, "b": X}, {"c": {0: Dim.AUTO}}, r"input given names \['c'\]; its parts are \['a', 'b'\]"),
+        ({"a": {"b": X}}, {"a": {0: Dim.AUTO}}, r"input given\['a'\] names \[0\]; its parts are \['b'\]"),
+    ],
+)
+def test_dynamic_shapes_of_a_container_with_other_parts(given, spec, message):
+    class Container(torch.nn.Module):
+        def forward(self, given):
+            return list(given)
+
+    with pytest.raises(fxopt.TraceError, match=message):
+        fxopt.trace(Container(), (given,), dynamic_shapes={"given": spec})
+
+
 class AsksForOne(nn.Module):
     """Asks whether sizes are 1, where the answer makes no difference."""
 

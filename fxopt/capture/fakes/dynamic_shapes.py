@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -90,6 +90,21 @@ def is_for_all(spec: Any) -> bool:
     )
 
 
-def part_of(spec: Any, key: Any, position: int) -> Any:
-    """The entry of `dynamic_shapes` for a part of a container."""
-    return spec.get(key) if isinstance(spec, Mapping) else spec[position] if spec is not None else None
+def parts_of(spec: Any, keys: Collection[Any], where: str) -> list[Any]:
+    """The entries of `dynamic_shapes` for the parts of a container with these keys.
+
+    Raises:
+        TraceError: the entry for the container names other parts, or has another length.
+    """
+    if spec is None:
+        return [None] * len(keys)
+    if isinstance(spec, Mapping):
+        unknown = [key for key in spec if key not in keys]
+        if unknown:
+            raise TraceError(f"dynamic_shapes of {where} names {unknown}; its parts are {list(keys)}.")
+        return [spec.get(key) for key in keys]
+    if not isinstance(spec, (list, tuple)) or len(spec) != len(keys):
+        raise TraceError(
+            f"dynamic_shapes of {where} must be a dict, a tuple of {len(keys)} entries or None, not {spec!r}."
+        )
+    return list(spec)

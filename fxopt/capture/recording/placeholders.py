@@ -16,7 +16,7 @@ from fxopt.capture.fakes.dynamic_shapes import (
     dynamic_dimensions,
     expression_of_size,
     is_for_all,
-    part_of,
+    parts_of,
     symbolic_context,
 )
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
@@ -131,9 +131,9 @@ class Placeholders:
         if opened or changes:
             return self._fake_object(node, name, path, value, spec, inside)
         items = {}
-        for position, key in enumerate(keys):
+        specs = [spec] * len(keys) if inside else parts_of(spec, keys, _where(name, path))
+        for key, part in zip(keys, specs, strict=True):
             item = value[key] if isinstance(value, (tuple, list, dict)) else getattr(value, key)
-            part = spec if inside else part_of(spec, key, position)
             items[key] = self._fake(node, name, (*path, (key_kind(value), key)), item, part, inside)
         container = filled(value, items)
         self._fixed.append((_where(name, path), container, identities(container)))
@@ -149,9 +149,9 @@ class Placeholders:
             raise TraceError(
                 f"one {type(value).__name__} is given twice, as {other} and as {where}; give two."
             )
-        items = {}
-        for position, (key, item) in enumerate(entries(value).items()):
-            part = spec if is_for_all(spec) else part_of(spec, key, position)
+        items, held = {}, entries(value)
+        specs = [spec] * len(held) if is_for_all(spec) else parts_of(spec, held.keys(), where)
+        for (key, item), part in zip(held.items(), specs, strict=True):
             items[key] = self._fake(node, name, (*path, (key_kind(value), key)), item, part, True)
         made = rebuilt(value, items)
         for key, item in items.items():
