@@ -726,3 +726,35 @@ def test_the_report_names_the_parts_where_generate_calls_no_forward():
     fast = fxopt.optimize(Composed().eval())
     fast.generate(X)
     assert "not called, but 'generate'; optimize the parts of the model that it calls" in str(fast.report)
+
+
+class Scaled(torch.autograd.Function):
+    """SiLU with a backward of its own, and a factor that the call makes."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x, factor)
+        return x * torch.sigmoid(x) * factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def test_a_custom_autograd_function_is_the_calls_of_its_forward():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return Scaled.apply(self.layer(x), torch.tensor(0.5))
+
+    model, x = Net().eval(), torch.randn(3, 8)
+    fast = fxopt.optimize(model, (x,), tune=False)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))
+    assert fast.report[0].reason is None
+    assert "FuseActivations 1" in str(fast.report)
+    (gradient,) = torch.autograd.grad(fast(x.requires_grad_()).sum(), x)
+    assert torch.equal(gradient, torch.autograd.grad(model(x).sum(), x)[0])

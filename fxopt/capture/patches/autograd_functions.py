@@ -70,7 +70,8 @@ def _patch_forward(patch: Patches, cls: Any, recorder: Recorder) -> None:
 
 def _call(recorder: Recorder, cls: type, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a `torch.autograd.Function` out of sight, and write one node, so that it keeps its backward; none can hold a module."""
-    if contains([*args, *kwargs.values()], torch.nn.Module):
+    opens = recorder.opens_functions and not torch.is_grad_enabled()
+    if opens or contains([*args, *kwargs.values()], torch.nn.Module):
         return _call_forward(recorder, cls, args, kwargs)
     writer = recorder.writer
     args, kwargs = writer.faked((args, kwargs))
@@ -90,7 +91,7 @@ def _call_forward(recorder: Recorder, cls: Any, args: Any, kwargs: Any) -> Any:
         )
     recorder.queries.note_mode("grad", False)
     forward = getattr(cls.forward, "original", cls.forward)
-    if cls.setup_context is not torch.autograd.Function.setup_context:
+    if cls.setup_context is not Function.setup_context:
         return forward(*args, **kwargs)
     context: Any = torch.autograd.function.FunctionCtx()
     context.needs_input_grad = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in args)
