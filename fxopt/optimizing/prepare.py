@@ -20,7 +20,7 @@ from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.compare import cosine_similarity, norm_error, norm_errors, unlike
 from fxopt.constants import Constant
 from fxopt.engines import AUTO, TORCH, Unfit, engines_for, in_one_line, with_engine
-from fxopt.errors import FxoptError
+from fxopt.errors import FxoptError, GuardError
 from fxopt.float64 import run_in_float64
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PACKED
@@ -123,9 +123,10 @@ def prepare(
     except Failed as error:
         raise error.__cause__ or error from None
     except Exception as error:  # the model can still run, and whoever reads the report can tell us
-        facts["reason"] = str(error)
-        if not isinstance(error, Unused):
-            first = str(error).partition("\n")[0]
+        facts["reason"], first = str(error), str(error).partition("\n")[0]
+        if isinstance(error, GuardError):
+            facts["reason"] = f"its graph refuses these inputs: {_without_options(first)}"
+        elif not isinstance(error, Unused):
             facts["reason"] = (
                 f"{type(error).__name__} while its graph was made. Please report this with the model, torch "
                 f"{torch.__version__} and fxopt {__version__}: {first}"
@@ -380,8 +381,8 @@ def _is_rounding(mine: float, theirs: float) -> bool:
 def _without_options(text: str) -> str:
     """Leave out advice of `fxopt.trace` that names options which `optimize` does not have."""
     leaf = r"(,? or|[,.:]) [mM]ake [^.;]* a leaf( \(leaf_modules=\.\.\.\))?"
-    specialize = r"[Cc]apture with specialize=True[^.;]*(; or (\w))?"
-    return re.sub(specialize, lambda match: (match[2] or "").upper(), re.sub(leaf, "", text))
+    specialize = r"[Cc]apture with specialize=True[^.;]*(; or (\w)|\.)?"
+    return re.sub(specialize, lambda match: (match[2] or "").upper(), re.sub(leaf, "", text)).rstrip()
 
 
 def _memory(model: nn.Module, computed: Lowered, options: Options) -> float | None:

@@ -758,3 +758,24 @@ def test_a_custom_autograd_function_is_the_calls_of_its_forward():
     assert "FuseActivations 1" in str(fast.report)
     (gradient,) = torch.autograd.grad(fast(x.requires_grad_()).sum(), x)
     assert torch.equal(gradient, torch.autograd.grad(model(x).sum(), x)[0])
+
+
+def test_a_graph_that_refuses_the_example_says_so():
+    """Rows of zeros are written only where all rows are zeros: a graph does not know that before."""
+
+    def forward(self, x):
+        counts = self.layer(x).mul(0).long() + x.long()
+        if counts.sum() == 0:
+            counts[counts.sum(1).eq(0)] = 1
+        return counts * x
+
+    x = torch.zeros(2, 8)
+    x[0] = 3.0
+    fast, model = fast_of(forward)
+    with torch.no_grad():
+        assert torch.equal(fast(x), model(x))
+    (report,) = fast.report
+    assert report.reason.startswith(
+        "its graph refuses these inputs: the forward decides on a value to leave out a part"
+    )
+    assert report.reason.endswith("`if counts.sum() == 0:`.")
