@@ -245,7 +245,10 @@ class _Wanted:
 
     def found_at(self, node: Node, index: GraphIndex) -> Found | None:
         """The place at which `node` gives the result of the pattern; `None` if it does not."""
-        found = next(self._match(self._traced.result, node, Found(node), index), None)
+        ways_of = self._match(self._traced.result, node, Found(node), index)
+        # In `p + p` with p = y * z, the product is no value that stays: it goes.
+        apart = (each for each in ways_of if {*each.inside.values()}.isdisjoint(_nodes(each.values)))
+        found = next(apart, None)
         if found is None:
             return None
         values, calls = (

@@ -24,6 +24,8 @@ X, Y, Z = torch.randn(2, 3, 4), torch.randn(4), torch.randn(3, 1)
         (lambda self, x, y, z: y.mul(x).add(z), 1),
         (lambda self, x, y, z: x * y + z * y, 1),
         (lambda self, x, y, z: x * y + (x + y * z), 2),
+        (lambda self, x, y, z: x * y + x * y, 1),
+        (lambda self, x, y, z: (lambda p: p + p)(y * z), 0),
         (lambda self, x, y, z: x * 2 + y, 0),
         (lambda self, x, y, z: torch.add(x, y * z, alpha=2), 0),
     ],
