@@ -20,14 +20,12 @@ from fxopt.capture.patches.interception import lock
 from fxopt.compare import epsilon, norm_error, unlike
 from fxopt.engines import TORCH
 from fxopt.errors import FallbackWarning, GuardError, error_text, warn
-from fxopt.objects import tensors_in
 from fxopt.optimizing.inputs import (
     Inputs,
     Kind,
-    Shapes,
-    differing,
+    Sizes,
     has_own_kernels,
-    shapes_of,
+    sizes_of,
     structure_of,
     written_back,
 )
@@ -56,12 +54,12 @@ class _Structure:
     """The calls of one structure for which a graph was asked.
 
     Attributes:
-        shapes: the shapes of each.
+        sizes: the sizes of each.
         failures: why graphs were refused, dropped, or hold for one size alone.
         refusals: how many captures failed of calls that the model itself refused.
     """
 
-    shapes: set[Shapes] = dataclasses.field(default_factory=set)
+    sizes: set[Sizes] = dataclasses.field(default_factory=set)
     failures: list[str] = dataclasses.field(default_factory=list)
     refusals: int = 0
 
@@ -71,7 +69,7 @@ class _Graph:
     """A graph in use.
 
     Attributes:
-        shapes: the shapes that it was made for.
+        sizes: those that it was made for.
         kinds: the kinds of calls for which it is tried.
         used: when it was called last, as a number that grows.
         asked_late: the state that must hold after a call: a GPU computes while that is asked. None where it is asked before.
@@ -81,7 +79,7 @@ class _Graph:
     lowered: Lowered
     report: GraphReport
     structure: _Structure
-    shapes: Shapes
+    sizes: Sizes
     kinds: dict[Kind, None]
     used: int
     asked_late: State | None
@@ -235,24 +233,22 @@ class Graphs:
             return  # others are put in for the time being, as by `torch.func.functional_call`
         try:
             named = inputs.named(getattr(self._model, inputs.method))
-            shapes, key = shapes_of(named), (inputs.method, structure_of(named))
+            sizes, key = sizes_of(named), (inputs.method, structure_of(named))
         except Exception as error:  # whatever objects the inputs are, the model may know what to do with them
             reason = f"its inputs cannot be described ({error_text(error)})"
             after.append(lambda _: self._warn(inputs, reason))
             return
-        if any(map(has_own_kernels, tensors_in(named))) or (key, shapes) in without:
-            return
-        if not lock.acquire(blocking=self.options.wait):
+        if (key, sizes) in without or not lock.acquire(blocking=self.options.wait):
             return
         try:  # perhaps another thread has made one meanwhile
             book = self._found() or self._opened()
             made = [each for each in book.graphs if inputs.kind in each.kinds and each not in known]
             if not made and book.may_capture:
-                graph = self._make(book, inputs, named, key, shapes, after)
+                graph = self._make(book, inputs, named, key, sizes, after)
                 if graph is not None:
                     made = [graph]
                 elif len(book.without_graph) < _MOST_STRUCTURES:
-                    book.without_graph |= {(key, shapes), plain} - {None}
+                    book.without_graph |= {(key, sizes), plain} - {None}
         finally:
             lock.release()
         yield from made
@@ -263,7 +259,7 @@ class Graphs:
         inputs: Inputs,
         named: dict[str, Any],
         key: Any,
-        shapes: Shapes,
+        sizes: Sizes,
         after: list[Callable[[Any], object]],
         again: bool = True,
     ) -> _Graph | None:
@@ -273,7 +269,7 @@ class Graphs:
             return None
         structure = book.structures.setdefault(key, _Structure())
         for graph in book.graphs:
-            same = graph.structure is structure and graph.shapes == shapes
+            same = graph.structure is structure and graph.sizes == sizes
             if same and graph.left.holds() is not False:  # for keywords instead of positions
                 graph.kinds[inputs.kind] = None
                 return graph
@@ -282,18 +278,18 @@ class Graphs:
         if len(structure.failures) >= _MOST_FAILURES:
             self._warn(inputs, structure.failures[-1])
             return None
-        free = {each for others in structure.shapes for each in differing(shapes, others)}
+        free = {place for others in structure.sizes for place, _ in sizes ^ others}
         with progress(f"optimize {type(self._model).__name__}", self.options.progress) as enter:
             lowered, report = prepare(self._model, inputs, named, free, self.options, book.state.holds, enter)
         disagreement = self._disagreement(book, report)
         # Perhaps by its first run: models of transformers add hooks then.
         if again and disagreement == _CHANGED:
-            return self._make(self._opened(), inputs, named, key, shapes, after, again=False)
+            return self._make(self._opened(), inputs, named, key, sizes, after, again=False)
         reason = report.reason or disagreement
         if lowered is None or reason:
 
             def refuse(_: Any) -> None:
-                structure.shapes.add(shapes)
+                structure.sizes.add(sizes)
                 structure.refusals -= 1
                 structure.failures.append(reason)
                 book.refused.append(dataclasses.replace(report, reason=reason))
@@ -302,11 +298,11 @@ class Graphs:
             structure.refusals += 1
             after.append(refuse)
             return None
-        structure.shapes.add(shapes)
+        structure.sizes.add(sizes)
         self._note_limits(inputs, structure, report)
         asked_late = book.state if _is_launched(lowered, report, inputs) else None
         left, kinds = LeftByCalls(lowered.assigned), {inputs.kind: None}
-        made = _Graph(lowered, report, structure, shapes, kinds, next(self._uses), asked_late, left)
+        made = _Graph(lowered, report, structure, sizes, kinds, next(self._uses), asked_late, left)
         book.graphs = (made, *book.graphs)
         self._drop_unused()
         return made
@@ -314,9 +310,8 @@ class Graphs:
     def _note_limits(self, inputs: Inputs, structure: _Structure, report: GraphReport) -> None:
         """Note what a graph does not do that was asked for: free sizes, the precision, the engine."""
         if report.fixed:
-            fixed = next(iter(report.fixed.values()))
             structure.failures.append(
-                f"each graph for its inputs holds for one size, {fixed}: pad the inputs to a few sizes, and optimize the model once "
+                f"each graph for its inputs holds for one size, {report.fixed}: pad the inputs to a few sizes, and optimize the model once "
                 "for each"
             )
         engine = self.options.engine
@@ -373,14 +368,12 @@ class Graphs:
             return "it is in training mode; call .eval()"
         if _is_collecting():
             return "an outer model collects the outputs of its layers, by hooks that no graph runs"
-        tensors = itertools.chain(
-            self._model.parameters(), tensors_in((*inputs.args, *inputs.kwargs.values()))
-        )
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        given, weights = inputs.tensors(), self._model.parameters()
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*weights, *given)):
             return "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
         device = next((each.device.type for each in self._model.parameters()), "cpu")
-        if device == "meta":  # only shapes are computed
-            return ""
+        if device == "meta" or any(map(has_own_kernels, given)):
+            return ""  # only shapes are computed, or what the class or layout of an input says
         if device not in ("cpu", "cuda"):
             return f"there are graphs for the CPU and CUDA, and the model is on {device}"
         if torch.is_autocast_enabled(device):

@@ -18,11 +18,11 @@ from fxopt.outputs import mapped
 Kind = tuple[str, int, tuple[str, ...]]
 """The method, how many arguments a call gives by position, and the names of the others, in their order."""
 
-Shapes = tuple[tuple[int, ...], ...]
-"""The shapes of the tensors among the inputs, in order."""
-
-Sizes = set[tuple[int, int]]
+Dims = set[tuple[int, int]]
 """Dimensions of inputs, each as the number of the tensor and of the dimension."""
+
+Sizes = frozenset[tuple[tuple[int, int], int]]
+"""Dimensions of inputs with their sizes: of two calls of one structure, `^` has those in which they differ."""
 
 
 _SHOWN = 4  # the most numbers of a list in a report
@@ -47,9 +47,13 @@ class Inputs:
         values = (*self.args, *self.kwargs.values())
         pairs = [(v, dict(v)) for v in values if isinstance(v, Mapping) and not isinstance(v, dict)]
         found = {id(mapping): items for mapping, items in pairs}
-        given, count = [found.get(id(value), value) for value in values], len(self.args)
-        named = dict(zip(self.kwargs, given[count:], strict=True))
-        return Inputs(tuple(given[:count]), named, self.method), pairs
+        args = tuple(found.get(id(value), value) for value in self.args)
+        kwargs = {name: found.get(id(value), value) for name, value in self.kwargs.items()}
+        return Inputs(args, kwargs, self.method), pairs
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return [*tensors_in((*self.args, *self.kwargs.values()))]
 
     def copied(self) -> Inputs:
         """A copy: a forward may write into its inputs, as into a cache."""
@@ -113,39 +117,32 @@ def structure_of(value: Any, *, inside: bool = False) -> Any:
     return type(value) if inside else (type(value), repr(value))
 
 
-def shapes_of(value: Any) -> Shapes:
-    """The shapes of the tensors in `value`, in order."""
-    return tuple(tensor.shape for tensor in tensors_in(value))
+def sizes_of(value: Any) -> Sizes:
+    """The sizes of the tensors in `value`."""
+    shapes = enumerate(tensor.shape for tensor in tensors_in(value))
+    return frozenset(((number, dim), size) for number, shape in shapes for dim, size in enumerate(shape))
 
 
-def differing(shapes: Shapes, others: Shapes) -> Sizes:
-    """The dimensions, by the number of the tensor, in which two calls differ."""
-    return {
-        (number, dim)
-        for number, (shape, other) in enumerate(zip(shapes, others, strict=True))
-        for dim, (size, its) in enumerate(zip(shape, other, strict=True))
-        if size != its
-    }
-
-
-def dynamic_shapes(inputs: Mapping[str, Any], free: Sizes) -> dict[str, Any]:
+def dynamic_shapes(inputs: Mapping[str, Any], free: Dims) -> dict[str, Any]:
     """The entry of each input for `fxopt.trace` that leaves these dimensions free."""
     specs = {
-        id(tensor): {dim: Dim.AUTO for dim in range(tensor.dim()) if (number, dim) in free}
+        id(tensor): {dim: Dim.AUTO for each, dim in free if each == number}
         for number, tensor in enumerate(tensors_in(inputs))
     }
     return {name: nested(value, lambda tensor: specs.get(id(tensor))) for name, value in inputs.items()}
 
 
-def text_of(inputs: Mapping[str, Any], free: Sizes) -> str:
+def text_of(inputs: Mapping[str, Any], free: Dims) -> str:
     """The inputs with their shapes, `?` where a size is free, for a report."""
     shapes = {
-        id(tensor): ["?" if (number, dim) in free else str(size) for dim, size in enumerate(tensor.shape)]
+        id(tensor): " x ".join(
+            "?" if (number, dim) in free else str(size) for dim, size in enumerate(tensor.shape)
+        )
         for number, tensor in enumerate(tensors_in(inputs))
     }
 
     def text(value: Any) -> str:
-        held = [" x ".join(shapes[id(tensor)]) or "a number" for tensor in tensors_in(value)]
+        held = [shapes[id(tensor)] or "a number" for tensor in tensors_in(value)]
         if isinstance(value, Tensor):
             return held[0]
         if _has_entries(value):

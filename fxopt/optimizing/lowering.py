@@ -14,14 +14,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxopt import graph
 from fxopt.capture import TracedModule
-from fxopt.capture.runtime.input_guard import InputGuard
 from fxopt.capture.runtime.traced_module import ASSIGNED
-from fxopt.errors import GuardError
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedLayer, packed_weight, unguarded
-from fxopt.objects import tensors_in
 from fxopt.operators import hooks_of
-from fxopt.optimizing.inputs import has_own_kernels
 from fxopt.packed_operators import Packed
 from fxopt.submodules import attribute, sharing_copy
 from fxopt.torch_internals import parameters_of
@@ -34,8 +30,8 @@ class Lowered:
     """A graph, and the function that computes what it does.
 
     The function is right as long as the modules and parameters of the graph stay as they are, no gradients are recorded, nothing
-    traces or transforms, there are no global hooks, and autocast is off: its caller sees to that. It checks its inputs as
-    the graph does.
+    traces or transforms, there are no global hooks, autocast is off, and no input has kernels of its own: its caller sees to
+    that. It checks its inputs as the graph does.
 
     Attributes:
         traced: the graph. Layers whose weight was given up hold one on the meta device.
@@ -159,19 +155,10 @@ def _call(
     function = module.forward
     if hooks_of(module):
         function = module
-    elif isinstance(module, InputGuard):
-        function = functools.partial(_checked, module)
     elif type(module) is nn.LayerNorm:  # without what `torch.nn.functional` asks on each call
         options = {name: getattr(module, name) for name in ("normalized_shape", "weight", "bias", "eps")}
         function = functools.partial(torch.layer_norm, **options)
     return function, node.args, dict(node.kwargs)
-
-
-def _checked(guard: InputGuard, **named: Any) -> None:
-    """Check the inputs, wherever a tensor is in them: packed kernels know neither sparse nor other tensors."""
-    if any(map(has_own_kernels, tensors_in(named))):
-        raise GuardError("a tensor among the inputs is of a class or layout with kernels of its own")
-    guard.forward(**named)
 
 
 def _may_overwrite(index: GraphIndex, call: Node, other: Any) -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from fxopt.engines import AUTO, ENGINES, TORCH
 from fxopt.errors import FxoptError, GuardError, PassError
 from fxopt.objects import why_no_inputs
 from fxopt.optimizing.dispatch import Graphs
-from fxopt.optimizing.inputs import Inputs
+from fxopt.optimizing.inputs import Inputs, has_own_kernels
 from fxopt.optimizing.lowering import Lowered
 from fxopt.optimizing.prepare import PRECISIONS, Options
 from fxopt.optimizing.report import Report
@@ -148,12 +147,12 @@ def _check_inputs(model: nn.Module, args: Any, kwargs: Any, options: Options) ->
     if model.training:
         raise PassError("the model is in training mode: call model.eval() before you give example inputs")
     try:
-        given = inspect.signature(model.forward).bind(*args, **(kwargs or {})).arguments
+        given = Inputs(tuple(args), kwargs or {}).named(model.forward)
     except TypeError as error:
         name = type(model).__name__
         raise TypeError(f"the example inputs do not fit the forward of {name}: {error}") from None
     named = options.dynamic_shapes if isinstance(options.dynamic_shapes, Mapping) else ()
-    unknown = {*named} - {*given, *(kwargs or {})}
+    unknown = {*named} - {*given}
     if unknown:
         raise TypeError(f"dynamic_shapes names {sorted(unknown, key=str)}; the inputs are {[*given]}")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
@@ -182,9 +181,11 @@ class _Alone(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         autocast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-        if torch.is_grad_enabled() or autocast or is_transforming() or has_any_global_hook():
+        unusual = any(map(has_own_kernels, Inputs(args, kwargs).tensors()))
+        if torch.is_grad_enabled() or autocast or is_transforming() or has_any_global_hook() or unusual:
             raise GuardError(
-                "the graph is for inference: call it under torch.no_grad(), without autocast, global hooks and torch.func"
+                "the graph is for inference: call it under torch.no_grad(), without autocast, global hooks and torch.func, "
+                "with dense tensors of torch's own classes"
             )
         return self._computed(*args, **kwargs)
 
@@ -282,10 +283,12 @@ def _optimized_encoder(method: Any) -> Any:
     @functools.wraps(method)
     def get_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
         encoder, graphs = method(self, *args, **kwargs), getattr(self, GRAPHS, None)
-        alone = encoder is not self and getattr(vars(self).get("config"), "is_encoder_decoder", False)
+        alone = getattr(vars(self).get("config"), "is_encoder_decoder", False)
         if graphs is None or not alone:
             return encoder
-        with contextlib.suppress(FxoptError):  # such as a module that torch.compile wraps
+        with contextlib.suppress(
+            FxoptError
+        ):  # such as a module that torch.compile wraps, or that is optimized
             if id(encoder) not in graphs.parts:
                 options = dataclasses.replace(graphs.options, methods=(), dynamic_shapes=None)
                 _check(encoder, options)

@@ -24,7 +24,7 @@ from fxopt.errors import FxoptError, GuardError
 from fxopt.float64 import run_in_float64
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PACKED
-from fxopt.optimizing.inputs import Inputs, Sizes, dynamic_shapes, text_of
+from fxopt.optimizing.inputs import Dims, Inputs, dynamic_shapes, text_of
 from fxopt.optimizing.lowering import Lowered, function_of, lowered
 from fxopt.optimizing.report import GraphReport
 from fxopt.optimizing.trial import Failed, Trial, Unused, fastest, speedup
@@ -94,7 +94,7 @@ def prepare(
     model: nn.Module,
     inputs: Inputs,
     named: Mapping[str, Any],
-    free: Sizes,
+    free: Dims,
     options: Options,
     ask: Callable[[], object],
     enter: Callable[[str], object],
@@ -114,7 +114,7 @@ def prepare(
         Exception: what the model raises for these inputs.
     """
     start, made = time.perf_counter(), None
-    facts: dict[str, Any] = {"fixed": {}}
+    facts: dict[str, Any] = {}
     try:
         _check(model)
         enter("capture")
@@ -199,7 +199,7 @@ def _captured(
     model: nn.Module,
     inputs: Inputs,
     named: Mapping[str, Any],
-    free: Sizes,
+    free: Dims,
     options: Options,
     facts: dict[str, Any],
 ) -> TracedModule:
@@ -218,11 +218,11 @@ def _captured(
         reason = f"it cannot be captured: {_without_options(str(error))}"
         if not guessed:
             raise Unused(reason) from error
-        facts["fixed"] = dict.fromkeys(guessed, f"because with free sizes {reason}")
+        facts["fixed"] = f"because with free sizes {reason}"
         return _captured(model, inputs, named, set(), options, facts)
     guard.fix_dtypes()
-    fixed = ((number, dim, line) for number, each in enumerate(guard.tensors) for dim, line in each.fixed_by)
-    facts["fixed"] |= {(number, dim): f"which the forward fixes at {line}" for number, dim, line in fixed}
+    for line in (line for each in guard.tensors for _, line in each.fixed_by):
+        facts.setdefault("fixed", f"which the forward fixes at {line}")
     return traced
 
 

@@ -26,7 +26,7 @@ class GraphReport:
         engines: the engines that were tried and do not compute it, each with the reason.
         reason: why calls with these inputs fall back to eager; None if the graph is used.
         assigned: the attributes and buffers that the forward changes, each as a module and a name; None if not known.
-        fixed: the sizes that were left free and that the forward fixes, by tensor and dimension, with the line that does so.
+        fixed: why sizes that were left free are fixed, such as the line of the forward that fixes one; None if none is.
         unused: why no layer computes in the precision that was asked for; None if one does.
     """
 
@@ -43,7 +43,7 @@ class GraphReport:
     reason: str | None = None
     assigned: Sequence[tuple[str, str]] | None = None
     unused: str | None = None
-    fixed: Mapping[tuple[int, int], str] = dataclasses.field(default_factory=dict)
+    fixed: str | None = None
 
     def __str__(self) -> str:
         head = f"{'graph' if self.reason is None else 'eager'} for {self.inputs}"

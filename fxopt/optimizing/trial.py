@@ -18,7 +18,6 @@ from fxopt.capture.runtime.traced_module import BY_FIRST_CALL
 from fxopt.compare import norm_error, unlike
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import version_of
-from fxopt.objects import tensors_in
 from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.lowering import assigned_attributes
 from fxopt.outputs import mapped, restored, same_bits
@@ -180,10 +179,8 @@ def _in_turns(functions: Mapping[str, Function], inputs: Inputs) -> dict[str, fl
 def _seconds(function: Function, inputs: Inputs, again: bool = True) -> float:
     """The seconds of a call until its device has computed; of a short one, those of the second in a row, as in use."""
     copied = inputs.copied()
-    given = (*copied.args, *copied.kwargs.values())
     # That of inputs on the CPU is the current one of torch.
-    devices: set[int | None] = {each.device.index for each in tensors_in(given) if each.is_cuda}
-    devices = devices or {None}
+    devices: Collection[int | None] = {t.device.index for t in inputs.tensors() if t.is_cuda} or (None,)
     _wait(devices)
     start = time.perf_counter()
     function(*copied.args, **copied.kwargs)
