@@ -55,13 +55,11 @@ class Packed:
     Attributes:
         run: computes a layer with it.
         nbytes: the memory that it takes.
-        address: where that is.
         unpack: gives the weight that was packed, bit for bit; None where the packed one does not tell.
     """
 
     run: Run
     nbytes: int
-    address: int
     unpack: Callable[[], Tensor] | None = None
 
 
@@ -142,7 +140,7 @@ def _onednn_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
             return finished(run_and_add(input, other, packed, bias, "add"), None, activation)
         return finished(run(input, packed, bias, "none", [], ""), other, activation)
 
-    return Packed(compute, *_memory(packed), packed.to_dense)
+    return Packed(compute, internals.packed_nbytes(packed), packed.to_dense)
 
 
 def _mkl_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
@@ -156,7 +154,7 @@ def _mkl_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
         return _summed(run(input, packed, weight, None, rows), bias, other, activation)
 
     # What torch tells of its size is what MKL reserves; it fills about as much as the weight takes.
-    return Packed(compute, weight.nbytes, _memory(packed)[1])
+    return Packed(compute, weight.nbytes)
 
 
 def _rounded(layer: nn.Linear) -> tuple[Tensor, Tensor]:
@@ -195,8 +193,8 @@ def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
         value = value.to(input.dtype).reshape(*input.shape[:-1], features)
         return finished(value, other, activation)
 
-    nbytes, address = _memory(packed)
-    return Packed(compute, nbytes + scale.nbytes + weight.nbytes * (for_one_row is not None), address)
+    nbytes = internals.packed_nbytes(packed) + scale.nbytes + weight.nbytes * (for_one_row is not None)
+    return Packed(compute, nbytes)
 
 
 def _packed_for_one_row(weight: Tensor, scale: Tensor) -> Any:
@@ -225,7 +223,7 @@ def _int8_weight_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
             value = value + bias
         return finished(value.reshape(*input.shape[:-1], features[0]), other, activation)
 
-    return Packed(compute, packed.nbytes + scale.nbytes, packed.data_ptr())
+    return Packed(compute, packed.nbytes + scale.nbytes)
 
 
 def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
@@ -252,7 +250,7 @@ def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
             return finished(value, None, activation)
         return finished(run(input, packed, bias, *options, "none", [], ""), other, activation)
 
-    return Packed(compute, *_memory(packed), packed.to_dense)
+    return Packed(compute, internals.packed_nbytes(packed), packed.to_dense)
 
 
 def of_pixels(layer: nn.Module) -> bool:
@@ -282,7 +280,6 @@ def _matmul_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
     return Packed(
         compute,
         weight.nbytes,
-        weight.data_ptr(),
         lambda: weight.t().clone(memory_format=torch.contiguous_format).view(shape_of_weight),
     )
 
@@ -324,11 +321,6 @@ def _of_one_row(pack: Callable[[Any, Sequence[int]], Packed]) -> Callable[[nn.Co
         return dataclasses.replace(made, run=compute, unpack=unpack and (lambda: unpack().squeeze(2)))
 
     return of_sequences
-
-
-def _memory(packed: Tensor) -> tuple[int, int]:
-    """How many bytes a tensor of oneDNN takes, and where."""
-    return internals.packed_nbytes(packed), internals.packed_address(packed)
 
 
 def _shape_of_output(layer: nn.Conv2d) -> Callable[[Tensor], tuple[int, ...]]:

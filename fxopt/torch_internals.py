@@ -254,7 +254,6 @@ convolution_pointwise, convolution_add = (
 convolution_add_into = private("torch.ops.mkldnn._convolution_pointwise_.binary", _SLOWER, _no_kernel)
 reorder_convolution_weight = private("torch.ops.mkldnn._reorder_convolution_weight", _SLOWER, _no_kernel)
 packed_nbytes = private("torch.ops.mkldnn._nbytes", _SLOWER, _no_kernel)
-packed_address = private("torch.ops.mkldnn.data_ptr", _SLOWER, _no_kernel)
 mkl_linear = private("torch.ops.mkl._mkl_linear.default", _SLOWER, _no_kernel)
 mkl_reorder_linear_weight = private("torch.ops.mkl._mkl_reorder_linear_weight", _SLOWER, _no_kernel)
 int8_linear = private("torch._weight_int8pack_mm", _SLOWER, _no_kernel)
