@@ -41,7 +41,7 @@ _MOST_ERROR = 0.02  # relative to an output, in bfloat16, too; `optimize` judges
 
 
 class Unfit(Exception):
-    """An engine does not take a graph; the message says why."""
+    """An engine does not take a graph, or a graph is not used; the message says why."""
 
 
 class Engine(nn.Module):
@@ -75,14 +75,17 @@ class Engine(nn.Module):
                 raise
             if not isinstance(error, Unfit):  # it would fail again
                 self._run = self.body
-            reason = str(error) if isinstance(error, Unfit) else in_one_line(error)
-            warn(f"torch computes a call in the place of {self.name}: {reason}", FallbackWarning)
+            warn(f"torch computes a call in the place of {self.name}: {reason_of(error)}", FallbackWarning)
             return self.body(*inputs)
 
 
-def in_one_line(error: Exception) -> str:
-    """The kind of an error, and the beginning of its message."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+def reason_of(error: Exception) -> str:
+    """The message of an `Unfit`; of another error its kind, and the beginning of its message."""
+    return (
+        str(error)
+        if isinstance(error, Unfit)
+        else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    )
 
 
 def _owner(moves: bool) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import heapq
 import itertools
 import sys
 import weakref
@@ -88,8 +87,7 @@ class _Graph:
     def computed(self, inputs: Inputs) -> Any:
         """The outputs; what the run leaves in attributes is known from then on."""
         value = self.lowered(*inputs.args, **inputs.kwargs)
-        if self.left.places:
-            self.left.note(self.left.kinds(), True)
+        self.left.note(self.left.kinds(), True)
         return value
 
     @property
@@ -350,15 +348,15 @@ class Graphs:
 
     def _drop_unused(self) -> None:
         """Drop the graphs that were not called for longest, where there are too many."""
-        graphs = [graph for book in self.books for graph in book.graphs]
-        kept = heapq.nlargest(self.options.max_graphs, graphs, key=lambda graph: graph.used)
-        for graph in {*graphs} - {*kept}:
+        graphs = sorted((each for book in self.books for each in book.graphs), key=lambda graph: graph.used)
+        dropped = graphs[: -self.options.max_graphs]
+        for graph in dropped:
             graph.structure.failures.append(
                 f"graphs for its inputs were dropped to make others: more than {self.options.max_graphs} kinds of inputs are in "
                 "use, so give optimize a larger max_graphs"
             )
         for book in self.books:
-            book.graphs = tuple(graph for graph in book.graphs if graph in kept)
+            book.graphs = tuple(graph for graph in book.graphs if graph not in dropped)
 
     def _obstacle(self, inputs: Inputs) -> str | None:
         """The reason to run the model itself, whatever graphs there are; empty where nobody need know, None where a graph may run."""

@@ -73,12 +73,11 @@ class Inputs:
         others: dict[str, Any] = named.pop(rest, {})
         return named | others
 
-    def bound(self, traced: GraphModule) -> list[Any]:
-        """The values of the placeholders of a graph, in order."""
+    def bound(self, traced: GraphModule) -> dict[str, Any]:
+        """The values of the placeholders of a graph by their names, in order."""
         bound = inspect.signature(traced.forward).bind(*self.args, **self.kwargs)
         bound.apply_defaults()
-        nodes = traced.graph.find_nodes(op="placeholder")
-        return [bound.arguments[str(node.target).lstrip("*")] for node in nodes]
+        return bound.arguments
 
     def plain_signature(self) -> tuple[Any, ...] | None:
         """Describe the call by what decides on a graph for it, fast; None where there is more than tensors and constants."""

@@ -246,16 +246,18 @@ def _optimized_class(cls: Any, own: tuple[str, ...], methods: tuple[str, ...]) -
         "report": property(lambda module: getattr(getattr(module, GRAPHS, None), "report", Report())),
         "refresh": lambda module: getattr(module, GRAPHS).refresh(),
     }
-    forward = _wrapped(cls, "forward", optimized=True)
+    optimized = ("forward", *methods)
+    wrapped = {name: _wrapped(cls, name, name in optimized) for name in (*public, *optimized)}
     members = {
         **{name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")},
-        **{name: _wrapped(cls, name, optimized=False) for name in public},
-        **{name: _wrapped(cls, name, optimized=True) for name in methods},
+        **wrapped,
         **{name: added[name] for name in own},
         **({"get_encoder": _optimized_encoder(cls.get_encoder)} if hasattr(cls, "get_encoder") else {}),
         "__slots__": (STANDS_FOR, GRAPHS, OWN_FORWARD, OWN_COMPILED),
         "__jit_ignored_attributes__": ["report"],
-        "forward": _Own(OWN_FORWARD, functools.partial(types.MethodType, forward), forward),
+        "forward": _Own(
+            OWN_FORWARD, functools.partial(types.MethodType, wrapped["forward"]), wrapped["forward"]
+        ),
         COMPILED: _Own(OWN_COMPILED, lambda module: None, None),
     }
     return type(cls.__name__, (_Optimized, cls), members)

@@ -19,11 +19,10 @@ from fxopt.capture.runtime.input_guard import guard_of
 from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.compare import cosine_similarity, norm_error, norm_errors, unlike
 from fxopt.constants import Constant
-from fxopt.engines import AUTO, TORCH, Unfit, engines_for, in_one_line, with_engine
+from fxopt.engines import AUTO, TORCH, Unfit, engines_for, reason_of, with_engine
 from fxopt.errors import FxoptError, GuardError
 from fxopt.float64 import run_in_float64
-from fxopt.graph_index import GraphIndex
-from fxopt.kernels import PACKED
+from fxopt.kernels import PackedLayer
 from fxopt.optimizing.inputs import Dims, Inputs, dynamic_shapes, text_of
 from fxopt.optimizing.lowering import Lowered, function_of, lowered
 from fxopt.optimizing.report import GraphReport
@@ -153,12 +152,10 @@ def _checked(
     own = trial.own()
     places = traced.meta[ASSIGNED]
     facts["assigned"] = [*places, *trial.places]
-    if places:
-        if not options.keep_model:
-            raise Unused(f"the forward assigns {places[0][1]!r} to the model, which is not kept")
-        own = own, trial.assigned(model)
+    if places and not options.keep_model:
+        raise Unused(f"the forward assigns {places[0][1]!r} to the model, which is not kept")
     enter("reference in float64")
-    exact = run_in_float64(traced, inputs.bound(traced))
+    exact = run_in_float64(traced, [*inputs.bound(traced).values()])
     _check_captured(exact, own, traced, trial)
 
     def judge(computed: Lowered, facts: dict[str, Any]) -> None:
@@ -210,10 +207,10 @@ def _captured(
         dynamic = dynamic_shapes(named, guessed)
     try:
         traced = trace_method(model, inputs.method, inputs.args, inputs.kwargs, dynamic)
-        guard, node = guard_of(traced), GraphIndex(traced).guard
-        values = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs.bound(traced), strict=True))
-        # A free size may be 1 here, where the graph for others takes at least 2.
-        guard(**(torch.fx.node.map_arg(node.kwargs, values.__getitem__) if node else {}))
+        guard = guard_of(traced)
+        guard(
+            **inputs.bound(traced)
+        )  # a free size may be 1 here, where the graph for others takes at least 2
     except FxoptError as error:
         reason = f"it cannot be captured: {_without_options(str(error))}"
         if not guessed:
@@ -247,8 +244,8 @@ def _rewritten(
         if each.name == _PASSES.get(options.precision) and not each.sites:
             reasons = [reason for _, _, reason in each.refusals] or ["no layer can compute in it"]
             facts["unused"] = f"{options.precision} is not used: {reasons[0]}"
-    packed = [module for module in traced.modules() if isinstance(module, tuple(PACKED.values()))]
-    facts["kernels"] = dict(collections.Counter(str(layer.kernel) for layer in packed))
+    packed = (module for module in traced.modules() if isinstance(module, PackedLayer))
+    facts["kernels"] = collections.Counter(layer.kernel for layer in packed)
     facts["memory"] = _memory(model, made, options)
     return made, portable
 
@@ -277,7 +274,7 @@ def _by_engine(
             judge(computed, judged.setdefault(name, {}))
             found[name], engine.in_use = computed, True
         except Exception as error:  # whatever an engine makes of a graph
-            refused[name] = str(error) if isinstance(error, Unfit | Unused) else in_one_line(error)
+            refused[name] = reason_of(error)
     best = options.engine if options.engine in found else TORCH
     if options.engine == AUTO:
         best = fastest({name: trial.repeatable(each) for name, each in found.items()}, inputs)

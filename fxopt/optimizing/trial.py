@@ -16,6 +16,7 @@ from fxopt import effects, graph
 from fxopt.capture import TracedModule
 from fxopt.capture.runtime.traced_module import BY_FIRST_CALL
 from fxopt.compare import norm_error, unlike
+from fxopt.engines import Unfit
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import version_of
 from fxopt.optimizing.inputs import Inputs
@@ -33,7 +34,7 @@ _SECONDS = 0.25  # how long to time a function
 _SHORT = 0.01  # seconds: what takes less finds other values in the caches than its own, when something else ran before
 
 
-class Unused(Exception):
+class Unused(Unfit):
     """The model falls back to eager; the message is the reason that the report gives."""
 
 
@@ -77,7 +78,7 @@ class Trial:
                 raise Unused(f"a call may write into a constant of the graph, at {graph.place(writer)}")
 
     def own(self) -> Any:
-        """The outputs of the model's own method."""
+        """The outputs of the model's own method, in a pair with the values that it assigns where the graph assigns them, too."""
         before = [(path, vars(layer), dict(vars(layer))) for path, layer in self._model.named_modules()]
         try:
             value, self._left = self._run(getattr(self._model, self._inputs.method))
@@ -89,7 +90,7 @@ class Trial:
         self.places = [split_path(name) for name in self._left]
         for path, now, then in before:  # `weight_norm` computes the attribute `weight`
             self.places += [(path, n) for n in now if n not in BY_FIRST_CALL and now[n] is not then.get(n)]
-        return value
+        return self._with_assigned(self._model, value)
 
     def run(self, function: Function) -> Any:
         """The outputs of a graph.
@@ -122,13 +123,7 @@ class Trial:
 
         memo = {id(tensor): neighbour(tensor) for _, tensor in tensors_of({"": self._model})}
         copied = copy.deepcopy(self._model, memo)
-        value = self._inputs.call(getattr(copied, self._inputs.method))
-        left = self.assigned(copied)
-        return (value, left) if left else value
-
-    def assigned(self, model: nn.Module) -> tuple[Any, ...]:
-        """The values of the attributes that the forward assigns, of the model or a copy."""
-        return tuple(getattr(module, name) for module, name in assigned_attributes(self._traced, model))
+        return self._with_assigned(copied, self._inputs.call(getattr(copied, self._inputs.method)))
 
     def repeatable(self, function: Function, ask: Callable[[], object] = bool) -> Function:
         """A function that puts back what each call writes, and asks something before."""
@@ -139,6 +134,11 @@ class Trial:
                 return function(*args, **kwargs)
 
         return again
+
+    def _with_assigned(self, model: nn.Module, value: Any) -> Any:
+        """Outputs of the model or a copy as a graph returns them: in a pair with the values of what the forward assigns."""
+        left = tuple(getattr(module, name) for module, name in assigned_attributes(self._traced, model))
+        return (value, left) if left else value
 
     def _run(self, function: Function) -> tuple[Any, dict[str, Tensor]]:
         """The outputs of a call, and the values that it writes, by the names of the tensors."""

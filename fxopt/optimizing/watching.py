@@ -155,7 +155,7 @@ class LeftByCalls:
 
     def holds(self) -> bool | None:
         """Tell whether the graph holds for what is left now; None if that is not known."""
-        return self._known.get(self.kinds()) if self.places else True
+        return self._known.get(self.kinds())
 
 
 def _left(value: Any) -> Any:

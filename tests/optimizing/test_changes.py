@@ -625,7 +625,7 @@ def test_other_rounding_errors_reach_what_the_forward_assigns():
         trial = Trial(model, trace_method(model, "forward", (x,), {}, None), Inputs((x,), {}))
         value, (assigned,) = trial.moved()
         assert torch.equal(value, assigned + 1)
-        own = trial.own(), trial.assigned(model)
+        own = trial.own()
     assert 0 < (assigned - own[1][0]).abs().max() < 1e-5
 
 
