@@ -383,19 +383,16 @@ def _openvino(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
     }
     compiled, own = openvino.Core().compile_model(model, "CPU", options), threading.local()
 
-    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+    def run(given: list[Any]) -> Any:
         if not hasattr(own, "request"):
             own.request = compiled.create_infer_request()
-        for tensor in inputs:
-            wide = tensor.dtype is torch.int64 and tensor.numel() > 0
-            if wide and not all(-_MOST_NUMBER <= int(end) <= _MOST_NUMBER for end in tensor.aminmax()):
+        for array in given:
+            wide = array.dtype == "int64" and array.size
+            if wide and not -_MOST_NUMBER <= array.min() <= array.max() <= _MOST_NUMBER:
                 raise Unfit("it computes integers in 32 bits, and an input is larger")
-        given = [tensor.detach().contiguous().numpy() for tensor in inputs]
-        found = own.request.infer(given, share_inputs=True, share_outputs=False)
-        return tuple(map(torch.from_numpy, found.to_tuple()))
+        return own.request.infer(given, share_inputs=True, share_outputs=False).to_tuple()
 
-    _probe(body, inputs, run)
-    return run
+    return _of_arrays(body, inputs, run)
 
 
 def _onnxruntime(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
@@ -412,9 +409,17 @@ def _onnxruntime(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
     )
     names = [each.name for each in session.get_inputs()]
 
+    return _of_arrays(body, inputs, lambda given: session.run(None, dict(zip(names, given, strict=True))))
+
+
+def _of_arrays(
+    body: GraphModule, inputs: tuple[Tensor, ...], compute: Callable[[list[Any]], Any]
+) -> Function:
+    """A function of tensors that computes with their arrays; Unfit unless it computes what the body does, for other sizes, too."""
+
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-        given = (tensor.detach().contiguous().numpy() for tensor in inputs)
-        return tuple(map(torch.from_numpy, session.run(None, dict(zip(names, given, strict=True)))))
+        given = [tensor.detach().contiguous().numpy() for tensor in inputs]
+        return tuple(map(torch.from_numpy, compute(given)))
 
     _probe(body, inputs, run)
     return run
