@@ -159,12 +159,7 @@ def unguarded(packed: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:
         None where the layer would compute without its packed weight.
     """
     kernel, weight, bias = _kernel_of(packed), parameters_of(packed)["weight"], parameters_of(packed)["bias"]
-    if kernel is None or dtype not in kernel.dtypes or type(weight) is not nn.Parameter:
-        return None
-    held = [weight] if bias is None else [weight, bias]
-    if any(each.dtype is not dtype or each.device.type != "cpu" for each in held):
-        return None
-    if not _reads(weight, bias):
+    if kernel is None or dtype not in kernel.dtypes or not _are_read(weight, bias, dtype):
         return None
     return functools.partial(_packed(packed, kernel).run, bias)
 
@@ -202,22 +197,14 @@ def _forward(
 def _can_run(layer: nn.Module, input: Tensor, other: Tensor | None) -> bool:
     """Tell whether an operator without derivatives, and which only knows dense tensors, does what the layer does."""
     weight, bias = parameters_of(layer).get("weight"), parameters_of(layer).get("bias")
-    if type(weight) is not nn.Parameter:
+    if weight is None or not _are_read(weight, bias, input.dtype):
         return False
-    inputs = [each for each in (input, other, bias) if each is not None]
-    if torch.is_grad_enabled() and any(each.requires_grad for each in (weight, *inputs)):
+    if torch.is_grad_enabled() and any(
+        each is not None and each.requires_grad for each in (weight, bias, input, other)
+    ):
         return False
     return (
-        weight.device.type == "cpu"
-        and weight.layout is torch.strided
-        and all(
-            each.dtype is weight.dtype
-            and each.device.type == "cpu"
-            and each.layout is torch.strided
-            and not each.is_nested
-            for each in inputs
-        )
-        and _reads(weight, bias)
+        all(_is_dense(each, input.dtype) for each in (input, other) if each is not None)
         and (
             input.shape[-1:] == weight.shape[1:]
             if isinstance(layer, nn.Linear)
@@ -228,9 +215,25 @@ def _can_run(layer: nn.Module, input: Tensor, other: Tensor | None) -> bool:
     )
 
 
-def _reads(weight: Tensor, bias: Tensor | None) -> bool:
-    """Tell whether kernels read a bias as it is: they ask neither for its size nor for its strides."""
-    return bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous())
+def _are_read(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> bool:
+    """Tell whether kernels read a weight and a bias as they are: they ask neither for the size of a bias nor for its strides."""
+    return (
+        type(weight) is nn.Parameter
+        and _is_dense(weight, dtype)
+        and (
+            bias is None
+            or (_is_dense(bias, dtype) and bias.shape == weight.shape[:1] and bias.is_contiguous())
+        )
+    )
+
+
+def _is_dense(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return (
+        tensor.dtype is dtype
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    )
 
 
 def _packed(layer: Any, kernel: Kernel) -> Packed:

@@ -132,15 +132,18 @@ def _onednn_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
     def compute(
         bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
     ) -> Tensor:
-        if other is None:
-            attribute, algorithm = EPILOGUES.get(activation or "", ("none", ""))
-            value: Tensor = run(input, packed, bias, attribute, [], algorithm)
-            return value if attribute != "none" else finished(value, None, activation)
-        if other.dtype is input.dtype and other.shape == (*input.shape[:-1], features):
+        if other is not None and other.dtype is input.dtype and other.shape == (*input.shape[:-1], features):
             return finished(run_and_add(input, other, packed, bias, "add"), None, activation)
-        return finished(run(input, packed, bias, "none", [], ""), other, activation)
+        attribute, algorithm = _epilogue(other, activation)
+        value: Tensor = run(input, packed, bias, attribute, [], algorithm)
+        return value if attribute != "none" else finished(value, other, activation)
 
     return Packed(compute, internals.packed_nbytes(packed), packed.to_dense)
+
+
+def _epilogue(other: Tensor | None, activation: str | None) -> tuple[str, str]:
+    """The activation that oneDNN computes before it writes a product to memory: none where something is added first."""
+    return EPILOGUES.get(activation or "", ("none", "")) if other is None else ("none", "")
 
 
 def _mkl_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
@@ -239,16 +242,14 @@ def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
         bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
     ) -> Tensor:
         input = with_strides_of_channels_last(input)
-        if other is None:
-            attribute, algorithm = EPILOGUES.get(activation or "", ("none", ""))
-            value: Tensor = run(input, packed, bias, *options, attribute, [], algorithm)
-            return value if attribute != "none" else finished(value, None, activation)
-        if other.dtype is input.dtype and other.shape == output_shape(input):
+        if other is not None and other.dtype is input.dtype and other.shape == output_shape(input):
             inputs = (other, input) if overwrites else (input, other)
             add = add_into if overwrites else run_and_add
-            value = add(*inputs, packed, bias, *options, "add", 1.0, None, [], None)
+            value: Tensor = add(*inputs, packed, bias, *options, "add", 1.0, None, [], None)
             return finished(value, None, activation)
-        return finished(run(input, packed, bias, *options, "none", [], ""), other, activation)
+        attribute, algorithm = _epilogue(other, activation)
+        value = run(input, packed, bias, *options, attribute, [], algorithm)
+        return value if attribute != "none" else finished(value, other, activation)
 
     return Packed(compute, internals.packed_nbytes(packed), packed.to_dense)
 
