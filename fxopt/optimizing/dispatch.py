@@ -37,7 +37,9 @@ from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transform
 
 # How many graphs for one structure may be refused, dropped, or hold for one size that was to be free.
 _MOST_FAILURES = 2
-_MOST_REFUSALS = 16  # how many inputs of one structure that the model refuses are captured
+_MOST_REFUSALS = (
+    16  # how many inputs of one structure, such as those that the model refuses, are captured for no graph
+)
 _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_NUMBERS = 4  # how many values of one number may have a graph
 _RESTLESS = 4  # after so many changes of the model, a new state gets a graph at its second call alone
@@ -55,7 +57,7 @@ class _Structure:
     Attributes:
         sizes: the sizes of each.
         failures: why graphs were refused, dropped, or hold for one size alone.
-        refusals: how many captures failed of calls that the model itself refused.
+        refusals: how many captures gave no graph, those of calls that the model itself refuses included.
     """
 
     sizes: set[Sizes] = dataclasses.field(default_factory=set)
@@ -288,7 +290,6 @@ class Graphs:
 
             def refuse(_: Any) -> None:
                 structure.sizes.add(sizes)
-                structure.refusals -= 1
                 structure.failures.append(reason)
                 book.refused.append(dataclasses.replace(report, reason=reason))
                 self._warn(inputs, reason)
