@@ -166,9 +166,13 @@ class Graphs:
 
     def made(self) -> list[tuple[tuple[int, tuple[str, ...]], GraphModule]]:
         """The graphs of the forward for the model as it is, in the order of trying, each with a kind of call that it takes."""
-        graphs = [graph for book in self.books if book.state.holds() for graph in book.graphs]
-        found = [(kind, graph) for graph in graphs for kind in graph.kinds if kind[0] == "forward"]
-        return [(kind[1:], graph.lowered.with_weights()) for kind, graph in found]
+        graphs = (graph for book in self.books if book.state.holds() for graph in book.graphs)
+        return [
+            (kind[1:], graph.lowered.with_weights())
+            for graph in graphs
+            for kind in graph.kinds
+            if kind[0] == "forward"
+        ]
 
     @property
     def report(self) -> Report:

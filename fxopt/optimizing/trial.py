@@ -115,8 +115,8 @@ class Trial:
         def neighbour(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, nn.Parameter) or tensor.dtype not in (torch.float32, torch.float64):
                 return tensor.detach().clone()
-            draws = torch.rand(tensor.shape, generator=self._generator, device="cpu").to(tensor)
-            less, way = _LESS.get(_precision(tensor)), 1 - 2 * (draws < 0.5).to(tensor)
+            draws = torch.randint(2, tensor.shape, generator=self._generator, device="cpu").to(tensor)
+            less, way = _LESS.get(_precision(tensor)), 1 - 2 * draws
             return nn.Parameter(
                 tensor * (1 + less * way) if less else tensor.nextafter(torch.inf * way), False
             )
