@@ -135,6 +135,10 @@ class _Book:
     assigned: set[tuple[str, str]] | None = None
     refused: list[GraphReport] = dataclasses.field(default_factory=list)
 
+    def taking(self, inputs: Inputs) -> list[_Graph]:
+        """The graphs for calls of this kind."""
+        return [graph for graph in self.graphs if inputs.kind in graph.kinds]
+
 
 class Graphs:
     """Computes methods of a model by graphs, and makes one where none fits.
@@ -189,8 +193,7 @@ class Graphs:
         self._warn(inputs, obstacle or "")
         try:
             after: list[Callable[[Any], object]] = []
-            graphs = itertools.chain(self._latest(given), self._candidates(given, after))
-            for graph in graphs if obstacle is None else ():
+            for graph in self._candidates(given, after) if obstacle is None else ():
                 with contextlib.suppress(GuardError):
                     holds = graph.left.holds()
                     if holds is None and graph.can_be_tried:
@@ -220,17 +223,18 @@ class Graphs:
                 note(None)
             return made
 
-    def _latest(self, inputs: Inputs) -> Iterator[_Graph]:
-        """Yield the graphs of the state of the last call that may run before anybody asks whether this is the state of now."""
-        book = max(self.books, key=lambda book: book.used, default=None)
-        for graph in book.graphs if book else ():
-            if graph.asked_late and inputs.kind in graph.kinds:
-                yield graph
-
     def _candidates(self, inputs: Inputs, after: list[Callable[[Any], object]]) -> Iterator[_Graph]:
-        """Yield the graphs that may take these inputs, and then one that is made for them; `after` takes what is called with the outputs of the model where it runs."""
+        """Yield the graphs that may take these inputs, and then one that is made for them.
+
+        First come those of the last call that may run before anybody asks whether the model is as it was then.
+
+        Args:
+            after: takes what is called with the outputs of the model where it runs.
+        """
+        last = max(self.books, key=lambda book: book.used, default=None)
+        yield from (graph for graph in last.taking(inputs) if graph.asked_late) if last else ()
         book = self._found()
-        known = [graph for graph in book.graphs if inputs.kind in graph.kinds] if book else []
+        known = book.taking(inputs) if book else []
         yield from known
         plain, without = inputs.plain_signature(), book.without_graph if book else set()
         if plain in without or not all(isinstance(each, nn.Parameter) for each in self._model.parameters()):
@@ -246,7 +250,7 @@ class Graphs:
             return
         try:  # perhaps another thread has made one meanwhile
             book = self._found() or self._opened()
-            made = [each for each in book.graphs if inputs.kind in each.kinds and each not in known]
+            made = [graph for graph in book.taking(inputs) if graph not in known]
             if not made and book.may_capture:
                 graph = self._make(book, inputs, named, key, sizes, after)
                 if graph is not None:

@@ -95,10 +95,10 @@ def optimize(
     names = (methods,) if isinstance(methods, str) else tuple(methods)
     options = Options(precision, tune, keep_model, max_graphs, wait, names, engine, progress, dynamic_shapes)
     _check(model, options)
-    _check_inputs(model, args, kwargs, options)
+    inputs = _example_inputs(model, args, kwargs, options)
     fast = _standing_for(model, options)
     graphs: Graphs = getattr(fast, GRAPHS)
-    made = graphs.make(Inputs(tuple(args), dict(kwargs or {}))) if args or kwargs else None
+    made = graphs.make(inputs) if inputs else None
     return fast if keep_model else _Alone(made, graphs.report)  # type: ignore[return-value]
 
 
@@ -136,18 +136,20 @@ def _check(model: Any, options: Options) -> None:
         raise ValueError(f"max_graphs is {options.max_graphs!r}; give a number of graphs, 1 or more")
 
 
-def _check_inputs(model: nn.Module, args: Any, kwargs: Any, options: Options) -> None:
+def _example_inputs(model: nn.Module, args: Any, kwargs: Any, options: Options) -> Inputs | None:
+    """The example inputs; None if there are none."""
     fault = why_no_inputs(args, kwargs)
     if not (fault or args or kwargs):
         if options.keep_model:
-            return
+            return None
         fault = "keep_model=False keeps the graph for example inputs: give optimize some"
     if fault:
         raise TypeError(fault)
     if model.training:
         raise PassError("the model is in training mode: call model.eval() before you give example inputs")
+    inputs = Inputs(tuple(args), dict(kwargs or {}))
     try:
-        given = Inputs(tuple(args), kwargs or {}).named(model.forward)
+        given = inputs.named(model.forward)
     except TypeError as error:
         name = type(model).__name__
         raise TypeError(f"the example inputs do not fit the forward of {name}: {error}") from None
@@ -157,6 +159,7 @@ def _check_inputs(model: nn.Module, args: Any, kwargs: Any, options: Options) ->
         raise TypeError(f"dynamic_shapes names {sorted(unknown, key=str)}; the inputs are {[*given]}")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise PassError("the model has weights on the meta device, which cannot be measured: load them first")
+    return inputs
 
 
 def _standing_for(model: M, options: Options) -> M:

@@ -79,13 +79,13 @@ class Options:
 
     precision: str
     tune: bool
-    keep_model: bool = True
-    max_graphs: int = 8
-    wait: bool = True
-    methods: tuple[str, ...] = ()
-    engine: str = TORCH
-    progress: bool = True
-    dynamic_shapes: Any = None
+    keep_model: bool
+    max_graphs: int
+    wait: bool
+    methods: tuple[str, ...]
+    engine: str
+    progress: bool
+    dynamic_shapes: Any
 
 
 @torch.no_grad()

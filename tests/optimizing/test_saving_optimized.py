@@ -1,5 +1,6 @@
 """An optimized module is saved as its graphs, each weight once, and loaded with kernels for the machine."""
 
+import dataclasses
 import inspect
 import json
 
@@ -159,7 +160,8 @@ def test_kernels_are_chosen_for_the_machine_that_loads(image, tmp_path, monkeypa
 
     fast = fxopt.optimize(fxopt.undo(fast), tune=False)
     wanted = fast(x)
-    getattr(fast, GRAPHS).options = prepare_module.Options("float32", True)
+    graphs = getattr(fast, GRAPHS)
+    graphs.options = dataclasses.replace(graphs.options, tune=True)
     monkeypatch.setattr(graph_set, "fastest", fastest)
     loaded = reloaded(fast, tmp_path)
     assert sorted(asked, key=str) == [
