@@ -55,12 +55,12 @@ class _Structure:
     """The calls of one structure for which a graph was asked.
 
     Attributes:
-        sizes: the sizes of each.
+        sizes: all sizes of each.
         failures: why graphs were refused, dropped, or hold for one size alone.
         refusals: how many captures gave no graph, those of calls that the model itself refuses included.
     """
 
-    sizes: set[Sizes] = dataclasses.field(default_factory=set)
+    sizes: Sizes = frozenset()
     failures: list[str] = dataclasses.field(default_factory=list)
     refusals: int = 0
 
@@ -286,7 +286,7 @@ class Graphs:
         if len(structure.failures) >= _MOST_FAILURES:
             self._warn(inputs, structure.failures[-1])
             return None
-        free = {place for others in structure.sizes for place, _ in sizes ^ others}
+        free = {place for place, _ in structure.sizes - sizes}
         with progress(f"optimize {type(self._model).__name__}", self.options.progress) as enter:
             lowered, report = prepare(self._model, inputs, named, free, self.options, book.state.holds, enter)
         disagreement = self._disagreement(book, report)
@@ -297,7 +297,7 @@ class Graphs:
         if lowered is None or reason:
 
             def refuse(_: Any) -> None:
-                structure.sizes.add(sizes)
+                structure.sizes |= sizes
                 structure.failures.append(reason)
                 book.refused.append(dataclasses.replace(report, reason=reason))
                 self._warn(inputs, reason)
@@ -305,7 +305,7 @@ class Graphs:
             structure.refusals += 1
             after.append(refuse)
             return None
-        structure.sizes.add(sizes)
+        structure.sizes |= sizes
         self._note_limits(inputs, structure, report)
         asked_late = book.state if _is_launched(lowered, report, inputs) else None
         left, kinds = LeftByCalls(lowered.assigned), {inputs.kind: None}

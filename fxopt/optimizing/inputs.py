@@ -22,7 +22,7 @@ Dims = set[tuple[int, int]]
 """Dimensions of inputs, each as the number of the tensor and of the dimension."""
 
 Sizes = frozenset[tuple[tuple[int, int], int]]
-"""Dimensions of inputs with their sizes: of two calls of one structure, `^` has those in which they differ."""
+"""Dimensions of inputs, each with its size."""
 
 
 _SHOWN = 4  # the most numbers of a list in a report

@@ -260,7 +260,8 @@ def _by_engine(
     facts: dict[str, Any],
 ) -> Lowered:
     """The graph as the engine that was asked for computes it, or the fastest one; as torch does where none can."""
-    found, judged, refused = {TORCH: made}, {TORCH: facts}, dict[str, str]()
+    found, judged, refused = {TORCH: made}, {TORCH: dict[str, Any]()}, dict[str, str]()
+    explanations = facts["explanations"][: len(passes_for_all_engines(options))]
     there = engines_for(portable.device.type)
     for name in there if options.engine == AUTO else [options.engine]:
         try:
@@ -271,17 +272,15 @@ def _by_engine(
             computed = dataclasses.replace(
                 made, traced=portable, function=function_of(whole, {}), packed={}, given_up=()
             )
-            judge(computed, judged.setdefault(name, {}))
+            judged[name] = {"explanations": explanations, "kernels": {}, "memory": None}
+            judge(computed, judged[name])
             found[name], engine.in_use = computed, True
         except Exception as error:  # whatever an engine makes of a graph
             refused[name] = reason_of(error)
     best = options.engine if options.engine in found else TORCH
     if options.engine == AUTO:
         best = fastest({name: trial.repeatable(each) for name, each in found.items()}, inputs)
-    if best != TORCH:
-        explanations = facts["explanations"][: len(passes_for_all_engines(options))]
-        facts |= judged[best] | {"explanations": explanations, "kernels": {}, "memory": None}
-    facts |= {"engine": best, "engines": refused}
+    facts |= judged[best] | {"engine": best, "engines": refused}
     return found[best]
 
 
