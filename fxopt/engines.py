@@ -252,11 +252,9 @@ def _body(
 def _without_empty(node: Node, known: Mapping[Node, Any]) -> None:
     """Leave out what `torch.cat` leaves out, an empty vector, with which caches begin: OpenVINO does not know this rule."""
     value, parts = graph.value_of(node), cast(Any, node.args[0] if node.args else ())
-    if not isinstance(parts, tuple | list):
-        return
-    empty = [graph.value_of(n).shape == (0,) and graph.value_of(n).dtype is value.dtype for n in parts]
-    if value.dim() > 1 and not all(empty):
-        kept = [known[each] for each, drop in zip(parts, empty, strict=True) if not drop]
+    if isinstance(parts, tuple | list) and value.dim() > 1:  # then a part with one dimension is empty
+        values = {n: graph.value_of(n) for n in parts}
+        kept = [known[n] for n in parts if values[n].dim() > 1 or values[n].dtype is not value.dtype]
         known[node].args = (kept, *known[node].args[1:])
 
 
