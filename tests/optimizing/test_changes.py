@@ -264,6 +264,19 @@ def test_a_step_that_leaves_the_last_number_of_a_weight_is_followed(optimizer):
         torch.testing.assert_close(fast(X), fast[1](fast[0](X)))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_compiled_step_is_followed(fused):
+    model, fast = set_up()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, fused=fused)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for _ in range(2):
+        model(X).square().sum().backward()
+        step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch.testing.assert_close(fast(X), model(X))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(("length", "noticed"), [(1000, True), (1001, False)])
 def test_lists_are_watched_up_to_a_length(length, noticed):
