@@ -190,7 +190,7 @@ class Graphs:
         """Compute the method: by a graph where there is one for these inputs, else by the model's own."""
         given, mappings = inputs.with_dicts()
         obstacle = self._obstacle(given)
-        self._warn(inputs, obstacle or "")
+        self._warn(inputs, obstacle)
         try:
             after: list[Callable[[Any], object]] = []
             for graph in self._candidates(given, after) if obstacle is None else ():
@@ -322,8 +322,8 @@ class Graphs:
                 "for each"
             )
         engine = self.options.engine
-        self._warn(inputs, report.unused or "", "computes in its own precision")
-        self._warn(inputs, report.engines.get(engine, ""), f"is computed by torch, not by {engine}")
+        self._warn(inputs, report.unused, "computes in its own precision")
+        self._warn(inputs, report.engines.get(engine), f"is computed by torch, not by {engine}")
 
     def _varies(self, book: _Book, inputs: Inputs, named: dict[str, Any]) -> bool:
         """Tell whether an input is a number that has had many values, of which a graph holds one."""
@@ -404,7 +404,7 @@ class Graphs:
         self.books = (opened, *live)[: self.options.max_graphs]
         return opened
 
-    def _warn(self, inputs: Inputs, reason: str, consequence: str = "falls back to eager") -> None:
+    def _warn(self, inputs: Inputs, reason: str | None, consequence: str = "falls back to eager") -> None:
         if reason and reason not in self._warned:
             self._warned[reason] = None
             warn(f"{type(self._model).__name__}.{inputs.method} {consequence}: {reason}", FallbackWarning)
