@@ -231,6 +231,8 @@ class Graphs:
         Args:
             after: takes what is called with the outputs of the model where it runs.
         """
+        if any(map(has_own_kernels, inputs.tensors())):
+            return
         last = max(self.books, key=lambda book: book.used, default=None)
         yield from (graph for graph in last.taking(inputs) if graph.asked_late) if last else ()
         book = self._found()
@@ -375,12 +377,12 @@ class Graphs:
             return "it is in training mode; call .eval()"
         if _is_collecting():
             return "an outer model collects the outputs of its layers, by hooks that no graph runs"
-        given, weights = inputs.tensors(), self._model.parameters()
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*weights, *given)):
+        tensors = itertools.chain(self._model.parameters(), inputs.tensors())
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
         device = next((each.device.type for each in self._model.parameters()), "cpu")
-        if device == "meta" or any(map(has_own_kernels, given)):
-            return ""  # only shapes are computed, or what the class or layout of an input says
+        if device == "meta":  # only shapes are computed
+            return ""
         if device not in ("cpu", "cuda"):
             return f"there are graphs for the CPU and CUDA, and the model is on {device}"
         if torch.is_autocast_enabled(device):

@@ -388,6 +388,7 @@ def test_inputs_of_any_kind_get_what_the_model_gives():
     layer = randomise(nn.Linear(16, 16).eval())
     fast = fxopt.optimize(layer, (X,))
     assert torch.allclose(fast(sparse), layer(sparse), atol=1e-5)
+    assert fxopt.optimize(layer, (sparse,)).report == (), "a graph knows no sparse tensors"
     assert torch.allclose(fast(X), layer(X), atol=1e-5)
 
 
