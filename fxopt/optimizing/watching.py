@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxopt.optimizing.inputs import has_own_kernels
 from fxopt.torch_internals import (
     BUFFERS,
     DERIVED_FROM_GRAPH,
@@ -21,7 +22,6 @@ from fxopt.torch_internals import (
     version_of,
 )
 
-_PLACED = (Tensor, nn.Parameter)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _WATCHED = (list, collections.OrderedDict, set)
 _CONTAINERS = (*_WATCHED, tuple, dict)
@@ -58,7 +58,7 @@ class State:
         self._held = [t for t in found.values() if isinstance(t, Tensor) and not t.is_inference()]
         self._writes = {id(tensor): version_of(tensor) for tensor in self._held}
         # Those that have their memory by `.data = ...` get others. The old memory is held, so that no other has its address.
-        self._placed = [t for t in self._held if type(t) in _PLACED and t.layout is torch.strided]
+        self._placed = [t for t in self._held if not has_own_kernels(t)]
         self._memory = [t.detach() for t in self._placed]
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
         self.forgive(model, places)
