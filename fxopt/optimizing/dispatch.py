@@ -37,9 +37,7 @@ from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transform
 
 # How many graphs for one structure may be refused, dropped, or hold for one size that was to be free.
 _MOST_FAILURES = 2
-_MOST_REFUSALS = (
-    16  # how many inputs of one structure, such as those that the model refuses, are captured for no graph
-)
+_MOST_REFUSALS = 16  # how many captures of one structure may give no graph: the model refuses some inputs
 _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_NUMBERS = 4  # how many values of one number may have a graph
 _RESTLESS = 4  # after so many changes of the model, a new state gets a graph at its second call alone

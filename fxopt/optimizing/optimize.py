@@ -291,9 +291,8 @@ def _optimized_encoder(method: Any) -> Any:
         alone = getattr(vars(self).get("config"), "is_encoder_decoder", False)
         if graphs is None or not alone:
             return encoder
-        with contextlib.suppress(
-            FxoptError
-        ):  # such as a module that torch.compile wraps, or that is optimized
+        # As of a module that torch.compile wraps, or that is optimized.
+        with contextlib.suppress(FxoptError):
             if id(encoder) not in graphs.parts:
                 options = dataclasses.replace(graphs.options, methods=(), dynamic_shapes=None)
                 _check(encoder, options)

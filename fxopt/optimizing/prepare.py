@@ -208,9 +208,8 @@ def _captured(
     try:
         traced = trace_method(model, inputs.method, inputs.args, inputs.kwargs, dynamic)
         guard = guard_of(traced)
-        guard(
-            **inputs.bound(traced)
-        )  # a free size may be 1 here, where the graph for others takes at least 2
+        # A free size may be 1 here, where the graph for others takes at least 2.
+        guard(**inputs.bound(traced))
     except FxoptError as error:
         reason = f"it cannot be captured: {_without_options(str(error))}"
         if not guessed:
