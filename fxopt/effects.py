@@ -129,7 +129,8 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
         return ()
     branches = graph.branches_of(target)
     if branches:
-        quiet = all(written_by(n, graph.called_module(b, n)) == () for b in branches for n in b.graph.nodes)
+        written = [written_by(n, graph.called_module(b, n)) for b in branches for n in b.graph.nodes]
+        quiet = all(each is not None and all(map(_is_made_there, each)) for each in written)
         return () if quiet else tuple(node.all_input_nodes)
     if not (operators.is_torch_function(target) or operators.name_of(node)):
         return None if node.is_impure() else tuple(node.all_input_nodes)
@@ -141,6 +142,14 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
     if not _out(node) and node.is_impure(impure_random=False):
         return None
     return _out(node)
+
+
+def _is_made_there(value: Node) -> bool:
+    """Tell whether a call in the same graph has surely made the memory of a value."""
+    first = graph.first_argument(value)
+    if Fact.VIEW in facts_of(value) and isinstance(first, Node):
+        return _is_made_there(first)
+    return Fact.NEW in facts_of(value) and written_by(value, None) == ()
 
 
 def _written_statistics(node: Node) -> tuple[Node, ...]:

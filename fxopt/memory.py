@@ -257,12 +257,15 @@ class Memory:
 
     def _is_new(self, node: Node) -> bool:
         """Tell whether the value of `node` shares no memory with its inputs, if these are tensors."""
-        if Fact.NEW not in facts_of(node, self._called(node)) or self._written[node] != ():
+        module = self._called(node)
+        facts = facts_of(node, module)
+        joins = name_of(node) == "einsum" and len(node.all_input_nodes) > 1
+        if not (joins or Fact.NEW in facts) or self._written[node] != ():
             return False
-        owner = node.args[0] if node.op == "call_method" else None  # perhaps not a tensor
-        return node.op != "call_method" or (
-            isinstance(owner, Node) and isinstance(graph.value_of(owner), Tensor)
-        )
+        # A method may be one of another object than a tensor, and a packed sequence keeps some of its tensors.
+        asks = node.op == "call_method" or (module is not None and Fact.SEVERAL | Fact.RANDOM in facts)
+        first = graph.first_argument(node)
+        return not asks or (isinstance(first, Node) and isinstance(graph.value_of(first), Tensor))
 
     def _memory(self, node: Node) -> list[int]:
         """The memory that an input of the graph may share: one number for all placeholders."""

@@ -64,9 +64,10 @@ _ROWS: dict[str, Fact] = {
     "max min where max_pool1d max_pool2d max_pool3d": _NEW | _SMOOTH | Fact.SEVERAL,
     "interpolate upsample adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d": _NEW | _SMOOTH,
     "pixel_shuffle": _SMOOTH,  # by 1, it is a view
-    "prod cumprod": _NEW,
+    "prod cumprod grid_sample affine_grid": _NEW,
     "any all argmax argmin argsort count_nonzero cdist pdist dist outer cross cosine_similarity pairwise_distance bucketize "
-    "searchsorted histc one_hot atan2 hypot sinh cosh xlogy": Fact.NEW,
+    "searchsorted histc one_hot atan2 hypot sinh cosh xlogy cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss "
+    "binary_cross_entropy binary_cross_entropy_with_logits kl_div": Fact.NEW,
     "arange zeros ones full linspace eye tril_indices triu_indices scalar_tensor": Fact.NEW,
     "sort topk median mode kthvalue cummax cummin aminmax": Fact.NEW | Fact.SEVERAL,
     "reshape reshape_as flatten contiguous channels_last": _VIEW | Fact.COPIES | Fact.RESHAPES,
@@ -89,13 +90,16 @@ _ROWS: dict[str, Fact] = {
     "scaled_dot_product_attention": _NEW | _MIXES | Fact.RANDOM,
     "batch_norm instance_norm": _NEW | _MIXES | Fact.STATISTICS,
     "native_batch_norm": Fact.MIXES | Fact.SEVERAL | Fact.STATISTICS,
-    "einsum tensordot": _MIXES,  # perhaps a view: einsum("ij->ji", x)
-    "multihead_attention multi_head_attention_forward lstm gru": _MIXES | Fact.SEVERAL | Fact.RANDOM,
+    "tensordot": _NEW | _MIXES,
+    "einsum": _MIXES,  # of one tensor it may be a view: einsum("ij->ji", x)
+    "lstm gru rnn": _NEW | _MIXES | Fact.SEVERAL | Fact.RANDOM,
+    "multihead_attention multi_head_attention_forward": _NEW | _MIXES | Fact.SEVERAL | Fact.RANDOM,
     "shape size dim ndim ndimension numel nelement dtype device layout get_device is_floating_point "
     "is_complex is_cuda element_size itemsize": Fact.DESCRIBES,
     "is_contiguous stride storage_offset": Fact.DESCRIBES | Fact.LAYOUT,
     "data_ptr storage untyped_storage numpy": Fact.LAYOUT,
-    "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full": _NEW | Fact.DESCRIBES,
+    "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_empty_strided new_full": _NEW
+    | Fact.DESCRIBES,
     "rand_like randn_like": _NEW | Fact.DESCRIBES | Fact.RANDOM,
     "bernoulli normal uniform exponential multinomial poisson rand randn randint randperm rrelu": Fact.RANDOM,
 }

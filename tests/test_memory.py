@@ -313,3 +313,22 @@ def test_a_check_writes_nothing():
     traced = fxopt.trace(Checks(), (torch.randn(2, 3),))
     index = GraphIndex(traced)
     assert not any(index.memory.written(node) for node in traced.graph.nodes)
+
+
+def test_what_a_recurrent_layer_returns_is_new_unless_a_packed_sequence_may_come_in():
+    lstm = nn.Sequential(nn.LSTM(4, 4))
+    for graph_module, new in (
+        (fxopt.trace(lstm, (torch.randn(3, 2, 4),)), True),
+        (torch.fx.symbolic_trace(lstm), False),
+    ):
+        (call,) = graph_module.graph.find_nodes(op="call_module", target="0")
+        assert GraphIndex(graph_module).memory.gives_new_memory(call) is new
+
+
+def test_a_product_of_einsum_is_new_and_a_transposed_matrix_is_not():
+    model = Function(lambda m, x, y: (torch.einsum("ij,kj->ik", x, y), torch.einsum("ij->ji", x)))
+    gm = fxopt.trace(model, (torch.randn(2, 3), torch.randn(4, 3)))
+    product, view = gm.graph.find_nodes(op="call_function", target=torch.einsum)
+    memory = GraphIndex(gm).memory
+    assert memory.gives_new_memory(product)
+    assert not memory.gives_new_memory(view)

@@ -90,6 +90,12 @@ def arguments(dtype: torch.dtype) -> list[tuple[Any, ...]]:
         *((x, None, None, mean, var, True, 0.1, 1e-5), (x, None, None, mean, var, True, 0.1, 1e-5, False)),
         (line, None, None, mean, var, True, 0.1, 1e-5, False),
         (image.to(memory_format=torch.channels_last),),
+        *(
+            (image, floats(1, 2, 2, 2)),
+            (floats(2, 2, 3), (2, 1, 2, 2)),
+            (x, torch.tensor([0, 1, 2])),
+            (p, p.flip(0)),
+        ),
         (*heads, False, 0.5, floats(4, 4), floats(4)),
         *(((3, 4), 1.0), (0.0, 1.0, 4), (3, 4)),
         *(((3, 4),), (5,), (0, 9, (3,)), (image, 0.5, True), (line, 0.5, True), (volume, 0.5, True)),
@@ -101,6 +107,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "identity": (nn.Identity, (3, 4)),
     "lstm": (lambda: nn.LSTM(4, 4, 2, dropout=0.5), (3, 4)),
     "gru": (lambda: nn.GRU(4, 4, 2, dropout=0.5), (3, 4)),
+    "rnn": (lambda: nn.RNN(4, 4, 2, dropout=0.5), (3, 4)),
     "multihead_attention": (lambda: nn.MultiheadAttention(4, 2, dropout=0.5), (3, 4)),
 }
 """Names that are called as modules alone."""
@@ -156,8 +163,9 @@ def samples(name: str, dtype: torch.dtype = torch.float64) -> list[Sample]:
 
 
 def module_call(name: str, dtype: torch.dtype) -> Callable[..., Any]:
-    module = MODULES[name][0]().to(dtype)
-    return lambda x: module(x, x, x) if isinstance(module, nn.MultiheadAttention) else module(x)
+    module = MODULES[name][0]().to(dtype if dtype.is_floating_point else torch.float64)
+    several = 3 if isinstance(module, nn.MultiheadAttention) else 1
+    return lambda x: module(*[x if x.is_floating_point() else x.double()] * several)
 
 
 @functools.cache

@@ -779,3 +779,21 @@ def test_a_graph_that_refuses_the_example_says_so():
         "its graph refuses these inputs: the forward decides on a value to leave out a part"
     )
     assert report.reason.endswith("`if counts.sum() == 0:`.")
+
+
+def test_a_branch_that_fills_memory_of_its_own_writes_into_no_constant():
+    table = torch.randn(8)
+
+    def forward(self, x):
+        def filled(y):
+            made = y.new_zeros(y.shape)
+            made[:, :4] = (self.layer(y) + table)[:, :4]
+            return made
+
+        return torch.cond(x.sum() > 0, filled, lambda y: y.sin(), (x,))
+
+    fast, model = fast_of(forward)
+    with torch.no_grad():
+        for x in (X, -X):
+            torch.testing.assert_close(fast(x), model(x))
+    assert reasons(fast) == [None]
