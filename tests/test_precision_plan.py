@@ -80,7 +80,7 @@ def test_graphs_that_choose_dtypes_are_refused():
 
     refused(ChangePrecision(), Use(autocast), X, reason="autocast", trace=fxopt_trace)
     mixed = Use(lambda m, x: m.linear(x).half())
-    refused(ChangePrecision(), mixed, X, reason="already works in torch.float16", trace=fxopt_trace)
+    refused(ChangePrecision(), mixed, X, reason="already works in float16 or bfloat16", trace=fxopt_trace)
 
 
 def test_a_written_parameter_is_refused():
@@ -212,7 +212,21 @@ def test_complex_numbers_are_made_of_float32():
     assert [value.meta["val"].dtype for value in number.all_input_nodes] == [torch.float32] * 2
 
 
+def test_several_tensors_that_are_returned_in_one_value_are_made_in_float32():
+    model, x = module(lambda m, x: m.layer(x).topk(2), layer=nn.Linear(8, 4)), torch.randn(3, 8)
+    changed = ChangePrecision(torch.bfloat16)(fxopt_trace(model, [x]))
+    assert changed(x).values.dtype == torch.float32
+    torch.testing.assert_close(changed(x).values, model(x).values, rtol=0.1, atol=0.1)
+    assert changed.layer.weight.dtype == torch.bfloat16
+
+
+def test_a_pooling_without_a_kernel_is_computed_in_float32():
+    model, x = nn.Sequential(nn.Conv3d(1, 2, 1), nn.AvgPool3d(2)), torch.randn(1, 1, 2, 2, 2)
+    changed = ChangePrecision(torch.bfloat16)(fxopt_trace(model, [x]))
+    torch.testing.assert_close(changed(x), model(x), rtol=0.1, atol=0.1)
+
+
 def test_several_tensors_in_one_value_are_not_cast():
-    model = module(lambda m, x: m.layer(x).max(dim=-1), layer=nn.Linear(8, 4))
+    model = module(lambda m, x: m.layer(x), layer=nn.LSTM(8, 4))
     reason = "would have to be cast, holds several tensors"
     refused(ChangePrecision(torch.bfloat16), model, torch.randn(3, 8), reason=reason, trace=fxopt_trace)

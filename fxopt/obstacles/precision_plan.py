@@ -20,9 +20,17 @@ from fxopt.submodules import attribute, is_inside, split_path
 _NO_LOWER_KERNEL = {
     *("inverse", "pinverse", "det", "logdet", "slogdet", "cholesky", "cholesky_inverse", "cholesky_solve"),
     *("qr", "svd", "lu", "lu_solve", "triangular_solve", "matrix_power", "ormqr", "geqrf", "cdist", "pdist"),
-    *("quantile", "nanquantile", "ctc_loss", "multi_margin_loss", "multilabel_margin_loss", "grad"),
+    *(
+        "quantile",
+        "nanquantile",
+        "ctc_loss",
+        "multi_margin_loss",
+        "multilabel_margin_loss",
+        "grad",
+        "avg_pool3d",
+    ),
 }
-_LAYERS_WITHOUT = (nn.CTCLoss, nn.MultiMarginLoss, nn.MultiLabelMarginLoss)
+_LAYERS_WITHOUT = (nn.CTCLoss, nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.AvgPool3d)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +176,9 @@ class Planner:
     def _needs_float32(self, node: Node) -> bool:
         if node.op == "output" or node in self.kept:
             return True
+        # Several tensors in one value cannot be cast behind the call.
+        if isinstance(graph.value_of(node), tuple) and any(map(self._needs_float32, node.users)):
+            return True
         if node.op == "call_module":
             module = self.index.module(node)
             return not operators.is_torch_module(module) or isinstance(module, _LAYERS_WITHOUT)
@@ -193,7 +204,7 @@ def graph_obstacle(index: GraphIndex) -> Refusal | None:
                 node, "its dtype is unknown: the graph has no metadata (trace it with fxopt.trace)"
             )
         if graph.holds(node, lambda t: t.dtype in (torch.float16, torch.bfloat16)):
-            return Refusal(node, f"the graph already works in {graph.dtype_of(node)}")
+            return Refusal(node, "the graph already works in float16 or bfloat16")
         if "autocast" in graph.function_name(node):
             return Refusal(node, "the graph chooses dtypes itself, in an autocast block")
         if node.op == "get_attr" and _is_parameter(index, str(node.target)):

@@ -125,6 +125,8 @@ def prepare(
         facts["reason"], first = str(error), str(error).partition("\n")[0]
         if isinstance(error, GuardError):
             facts["reason"] = f"its graph refuses these inputs: {_without_options(first)}"
+        elif isinstance(error, NotImplementedError):  # as of a precision that one operator does not know
+            facts["reason"] = f"torch has no kernel for a part of it: {first}"
         elif not isinstance(error, Unused):
             facts["reason"] = (
                 f"{type(error).__name__} while its graph was made. Please report this with the model, torch "
