@@ -227,6 +227,8 @@ def test_a_pooling_without_a_kernel_is_computed_in_float32():
 
 
 def test_several_tensors_in_one_value_are_not_cast():
-    model = module(lambda m, x: m.layer(x), layer=nn.LSTM(8, 4))
-    reason = "would have to be cast, holds several tensors"
-    refused(ChangePrecision(torch.bfloat16), model, torch.randn(3, 8), reason=reason, trace=fxopt_trace)
+    graph_module = fxopt_trace(nn.Sequential(nn.LSTM(8, 4)), [torch.randn(3, 8)])
+    (lstm,) = graph_module.graph.find_nodes(op="call_module", target="0")
+    graph_module.graph.output_node().args = (lstm,)
+    explanation = ChangePrecision(torch.bfloat16).explain(graph_module)
+    assert "would have to be cast, holds several tensors" in str(explanation)

@@ -177,7 +177,7 @@ class Planner:
         if node.op == "output" or node in self.kept:
             return True
         # Several tensors in one value cannot be cast behind the call.
-        if isinstance(graph.value_of(node), tuple) and any(map(self._needs_float32, node.users)):
+        if isinstance(graph.value_of(node), tuple | list) and any(map(self._needs_float32, node.users)):
             return True
         if node.op == "call_module":
             module = self.index.module(node)
