@@ -20,11 +20,11 @@ from .running.controller import Controller
 from .running.fleet import Fleet
 from .running.pool import Make, Pool
 from .running.run import in_worker
-from .zoo.entry import Entry, is_installed
+from .zoo.entry import Entry
 from .zoo.plan import content, members, plan, unmet
 from .zoo.sources import SOURCES, architectures, load_zoo, name_of
 
-LEFT_OUT = pytest.StashKey[dict[str, str]]()
+LEFT_OUT = pytest.StashKey[Mapping[str, str]]()
 CASES = pytest.StashKey[Mapping[str, Case]]()
 WORKERS = pytest.StashKey[int]()
 
@@ -78,11 +78,8 @@ def _configure(config: pytest.Config) -> None:
     whole, passes = _zoo(config)
     wanted = _known("--fx-pass", [*map(name_of, config.getoption("--fx-pass") or ())], passes)
     chosen = config.getoption("--fx-model") or ()
-    config.stash[LEFT_OUT] = left_out = {
-        entry.name: entry.requires
-        for entry in whole
-        if entry.requires and entry.name not in chosen and not is_installed(entry.requires)
-    }
+    left_out = {entry.name: entry.lacks for entry in whole if entry.lacks and entry.name not in chosen}
+    config.stash[LEFT_OUT] = left_out
     whole = [entry for entry in whole if entry.name not in left_out]
     zoo = _part_of(config, whole)
     if mistakes := unmet(zoo, passes, ["cpu", "cuda"]):
@@ -98,7 +95,9 @@ def _configure(config: pytest.Config) -> None:
     }
     # Else pytest makes a test of none, which it skips, and all is well. Of parts, the last may have no models.
     if not cases and config.getoption("--fx-part") is None:
-        text = f"the options leave {len(zoo)} of {counted(len(whole), 'model')}"
+        text = "; ".join(
+            [f"the options leave {len(zoo)} of {counted(len(whole), 'model')}", *said_of(left_out)]
+        )
         raise pytest.UsageError(f"no case is chosen: {text}")
     timing: float = config.getoption("--fx-timing") or TIMING
     controller = Controller(
@@ -116,10 +115,13 @@ def _configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    if not (left_out := config.stash.get(LEFT_OUT, {})):
-        return []
-    packages = ", ".join(sorted(set(left_out.values())))
-    return [f"left out: {counted(len(left_out), 'model')} whose libraries are not installed ({packages})"]
+    return said_of(config.stash.get(LEFT_OUT, {}))
+
+
+def said_of(left_out: Mapping[str, str]) -> list[str]:
+    """A line for the models that are left out, with the packages that they lack; none where there are none."""
+    models, packages = counted(len(left_out), "model"), ", ".join(sorted({*left_out.values()}))
+    return [f"left out: {models} whose libraries are not installed ({packages})"] if left_out else []
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

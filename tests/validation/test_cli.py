@@ -156,6 +156,19 @@ def test_a_part_of_a_run_is_no_baseline(records, run, call, tmp_path):
     assert not (tmp_path / "baseline").exists()
 
 
+def test_a_part_says_what_it_lacks_and_may_be_held_to_all(records, run, call, tmp_path):
+    run = dataclasses.replace(run, plan=store.plan_of([record.case.id for record in records]))
+    for name, some in (("before", records), ("after", records[:3])):
+        store.write_table(store.table_of(some, run), tmp_path / name)
+    result = call("compare", tmp_path / "before", tmp_path / "after")
+    assert result.exit_code == 0
+    assert f"is a part: {len(records) - 3} cases of" in result.stdout
+    result = call("compare", tmp_path / "before", tmp_path / "after", "--no-part")
+    assert result.exit_code == 1
+    assert "is a part" not in result.stdout
+    assert "vanished" in result.stdout
+
+
 def test_runs_that_have_no_case_in_common_are_not_compared(records, run, call, tmp_path):
     for name, some in (("before", records[:3]), ("after", records[3:6])):
         store.write_table(store.table_of(some, run), tmp_path / name)
@@ -228,7 +241,9 @@ def test_zoo_check_says_what_is_planned_and_what_is_wrong(zoo, call):
     zoo.write_text(ZOO)
     result = call("zoo", "check", zoo)
     assert result.exit_code == 0, result.output
-    assert re.fullmatch(rf"{zoo}: 3 models, \d{{3}} cases on a device\n", result.stdout)
+    planned, left_out = result.stdout.splitlines()
+    assert re.fullmatch(rf"{zoo}: 3 models, \d{{3}} cases on a device", planned)
+    assert left_out == "third: left out: nowhere is not installed"
     zoo.write_text(ZOO.replace("sizes: fixed", "sizes: huge", 1).replace("name: second", "names: second"))
     result = call("zoo", "check", zoo)
     assert result.exit_code == 1

@@ -130,6 +130,15 @@ def test_timed_cases_run_after_all_others_and_alone(harness: Harness) -> None:
     assert (timed.start.to_numpy()[1:] >= timed.stop.to_numpy()[:-1]).all()
 
 
+def test_a_zoo_whose_only_model_lacks_its_package_says_so(
+    harness: Harness, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harness.zoo("Good", requires="nowhere")
+    assert harness.run() == pytest.ExitCode.USAGE_ERROR
+    text = "the options leave 0 of 0 models; left out: 1 model whose libraries are not installed (nowhere)"
+    assert text in capsys.readouterr().err
+
+
 def test_a_known_failure_that_is_not_planned_is_one_message(
     harness: Harness, capsys: pytest.CaptureFixture[str]
 ) -> None:

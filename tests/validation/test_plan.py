@@ -138,10 +138,13 @@ def test_a_known_failure_that_no_planned_case_has_is_a_mistake() -> None:
         {"check": "latency", "pipeline": "Exact+OneWay", "reason": "pairs are not timed"},
         {"check": "equivalence", "pipeline": "Two*", "reason": "matches nothing"},
     ]
-    model = Entry.model_validate({**entry(Exact=1, OneWay=1).model_dump(), "known_failures": failures})
+    tolerances = [{"pipeline": name, "relative_error": 0.1, "reason": "rough"} for name in ("Exact", "Exaxt")]
+    accepted = {"known_failures": failures, "tolerances": tolerances}
+    model = Entry.model_validate({**entry(Exact=1, OneWay=1).model_dump(), **accepted})
     assert unmet([model], PASSES, ["cpu", "cuda"]) == [
         "model: known_failures: no planned case is latency of 'Exact+OneWay'",
         "model: known_failures: no planned case is equivalence of 'Two*'",
+        "model: tolerances: no planned case is of 'Exaxt'",
     ]
 
 

@@ -171,6 +171,7 @@ def test_a_run_that_was_cut_goes_on_with_the_records_that_it_has(records, run, t
     for record in records[2:]:
         resumed.append(record)
     assert resumed.file == cut.file
+    assert not resumed.not_resumed
     assert repr(store.read_table(cut.file).to_pylist()) == repr(store.table_of(records, run).to_pylist())
     resumed.close(written=True)
 
@@ -192,6 +193,7 @@ def test_nothing_is_resumed_that_may_be_of_other_code(records, run, tmp_path, be
     later = dataclasses.replace(run, started=run.started + datetime.timedelta(hours=1), **now)
     fresh = store.Journal(tmp_path, later, resume=True)
     assert (fresh.run, fresh.earlier) == (later, {})
+    assert f"Not resumed: {cut.file} is of another commit" in fresh.not_resumed
     fresh.close(written=True)
     assert cut.file.exists()
 

@@ -12,6 +12,7 @@ import typer
 from .. import report, store
 from ..records import FAILING, counted
 from ..regressions import trend
+from ..regressions.compare import VANISHED
 from ..report import architectures, headline
 from .console import one_line_errors, print_table
 from .validate import EVERYTHING_ELSE, HELP, validate
@@ -50,11 +51,14 @@ def report_command(
     _say_what_is_written(table, written)
 
 
+PART = "CURRENT is a part: what it lacks has not vanished. By default so where planned cases did not run."
+
+
 @app.command("compare")
 def compare_command(
     baseline: Run,
     current: Run,
-    part: Annotated[bool, typer.Option(help="CURRENT is a part: what it lacks has not vanished.")] = False,
+    part: Annotated[bool | None, typer.Option(help=PART)] = None,
 ) -> None:
     """Says what changed from BASELINE to CURRENT. Exit status: 0, or 1 when something got worse, or 2 for a mistake.
 
@@ -70,6 +74,11 @@ def compare_command(
         print_table(headline.marked(found).rename(columns={"regression": ""}))
     typer.echo("\n".join(report.worse_lines(since)))
     typer.echo(headline.changed(found))
+    lacking = len({*before["id"]} - {*after["id"]})
+    if lacking and not (found["kind"] == VANISHED).any():
+        typer.echo(
+            f"{current} is a part: {counted(lacking, 'case')} of {baseline} did not run; --no-part counts them"
+        )
     if found["regression"].any():
         raise typer.Exit(1)
 

@@ -17,7 +17,7 @@ from .. import store
 from ..judging.subject import Subject
 from ..records import Case, Check, counted
 from ..running.run import Runner
-from ..zoo.entry import Entry, is_installed
+from ..zoo.entry import Entry
 from ..zoo.plan import plan, unmet
 from ..zoo.sources import load_zoo, recorded_sites, sites_file
 from ..zoo.yaml_file import ZooError
@@ -46,6 +46,8 @@ def zoo_check_command(zoo: Zoo = Path("model_zoo.yaml")) -> None:
         raise typer.Exit(1 if zoo.is_file() else 2) from error
     cases = counted(len(plan(entries, passes, ["cpu"])), "case")
     typer.echo(f"{zoo}: {counted(len(entries), 'model')}, {cases} on a device")
+    for entry in filter(lambda entry: entry.lacks, entries):
+        typer.echo(f"{entry.name}: left out: {entry.lacks} is not installed")
 
 
 @zoo_app.command("sites")
@@ -62,8 +64,8 @@ def zoo_sites_command(
         found, failed = recorded_sites(zoo), []
         runner = Runner(entries, passes)
         for entry in [_named(name, entries, zoo) for name in model] if model else entries:
-            if entry.requires and not is_installed(entry.requires):
-                typer.echo(f"{entry.name}: left out: {entry.requires} is not installed")
+            if entry.lacks:
+                typer.echo(f"{entry.name}: left out: {entry.lacks} is not installed")
                 continue
             counts = found.setdefault(entry.name, {})
             for name in passes:

@@ -23,11 +23,11 @@ MACHINE = ["device_name", "threads"]
 """The columns that tell machines apart."""
 
 
-def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool = False) -> pd.DataFrame:
+def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool | None = None) -> pd.DataFrame:
     """The changes from one run (a table of `store.read_run`) to a later one, regressions first.
 
     A regression is: a case that passed and does not now, or that fails and did not before, be it for being new; a
-    case that has vanished, unless the later run was of a part; one that fails in an
+    case that has vanished, unless the later run was of a `part` (by default, one of which planned cases did not run); one that fails in an
     earlier stage, or a capture that asks for more; a metric that got worse by more
     than its noise (`validation.regressions.metric`), each judged by itself, or that a case with the same outcome has no more. The opposite
     changes are rows too, with `regression` False. What depends on the machine is compared on the same one alone, so are
@@ -39,7 +39,7 @@ def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool = False
     before, after = (
         table.drop_duplicates("id", keep="last").set_index("id", drop=False) for table in (baseline, current)
     )
-    if part or missing(current):
+    if part or (part is None and missing(current)):
         before = before.loc[before.index.intersection(after.index)]
     changes = [*_population(before, after), *_environment(before, after)]
     common = before.index.intersection(after.index)

@@ -113,7 +113,7 @@ def compared(
     latencies: pd.DataFrame | None = None,
     *,
     first: pd.DataFrame | None = None,
-    part: bool = False,
+    part: bool | None = None,
 ) -> Since:
     """Compare a run with a good one; `first` is the first run after that, whose commit may be the cause."""
     changes = pd.concat([compare(good, table, part=part), latencies], ignore_index=True).sort_values(

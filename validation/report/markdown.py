@@ -97,6 +97,7 @@ def _worse(since: headlines.Since | None) -> list[str]:
 LEGEND = (
     "A verdict is the worst outcome of the checks of a pass: `pass` was compared and found right, `no-op` "
     "found nothing to rewrite, `expected` failed as the zoo file says it does, `unjudged` moved the outputs without a stated limit. "
+    "An `optimize` passes with an error of 0 and a latency ratio of 1 where the model itself runs: the reason says why. "
     "A dash: not planned, or nothing to measure."
 )
 

@@ -156,7 +156,8 @@ class Controller:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self._message or self._problems:
             terminalreporter.section("fxopt validation")
-            for line in filter(None, [self._message, *self._problems]):
+            not_resumed = self._journal.not_resumed if self._journal else ""
+            for line in filter(None, [not_resumed, self._message, *self._problems]):
                 terminalreporter.line(line)
 
 

@@ -31,12 +31,16 @@ class Journal:
         self._lock = filelock.FileLock(directory / ".lock")
         self.run = run
         self.earlier: dict[Case, Record] = {}
+        self.not_resumed = ""  # what is said of a run that was cut, and is not like this one
         try:
             running = directory / "running"
             running.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
             if resume and run.commit and not run.commit.endswith("-dirty"):
                 self.run, self.earlier = _newest_cut(running, run)
+            if resume and not self.earlier and (cut := sorted(running.glob("*.jsonl"))):
+                unlike = "commit, options, machine or versions, or from changed files: `fxopt merge` takes it"
+                self.not_resumed = f"Not resumed: {cut[-1]} is of another {unlike}"
             self.file = running / f"{self.run.id}.jsonl"
             facts = {**dataclasses.asdict(self.run), "started": self.run.started.isoformat()}
             lines = [{"schema": SCHEMA, "run": facts}, *map(dataclasses.asdict, self.earlier.values())]

@@ -142,6 +142,12 @@ class Entry(Strict):
         """True where the graph has to take other sizes than those of the inputs."""
         return bool(self.dynamic_shapes) or self.sizes == "dynamic"
 
+    @property
+    def lacks(self) -> str:
+        """The package that the model needs and that is not installed; empty where there is none."""
+        package = self.requires or ""
+        return package if package and not importlib.util.find_spec(package.partition(".")[0]) else ""
+
     def tolerance(self, pipeline: tuple[str, ...]) -> float:
         """The error that is accepted of a pipeline; 0 for most."""
         name = "+".join(pipeline)
@@ -195,11 +201,6 @@ def _imported(path: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"{module_name} has no class or function {name!r}")
     return found  # type: ignore[no-any-return]
-
-
-def is_installed(package: str) -> bool:
-    """Tell whether a package is there, without importing it."""
-    return importlib.util.find_spec(package.partition(".")[0]) is not None
 
 
 def judged(failures: Collection[KnownFailure], record: Record) -> Record:

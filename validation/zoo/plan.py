@@ -50,15 +50,18 @@ def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Se
 
 
 def unmet(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Sequence[str]) -> list[str]:
-    """The known failures that no planned case can have, one line each: they would excuse nothing, and hide a mistake."""
-    return [
-        f"{entry.name}: known_failures: no planned case is {failure.check} of {failure.pipeline or 'no pass'!r}"
-        + (f" on {failure.device}" if failure.device else "")
-        for entry in zoo
-        if entry.known_failures
-        for failure in entry.known_failures
-        if not any(map(failure.covers, plan([entry], passes, devices)))
-    ]
+    """The known failures and tolerances that no planned case can have, one line each: they would excuse nothing, and hide a mistake."""
+    found = []
+    for entry in zoo:
+        cases = plan([entry], passes, devices) if entry.known_failures or entry.tolerances else []
+        for failure in entry.known_failures:
+            if not any(map(failure.covers, cases)):
+                where = f" on {failure.device}" if failure.device else ""
+                what = f"{failure.check} of {failure.pipeline or 'no pass'!r}{where}"
+                found.append(f"{entry.name}: known_failures: no planned case is {what}")
+        unknown = {each.pipeline for each in entry.tolerances} - {"+".join(case.pipeline) for case in cases}
+        found += [f"{entry.name}: tolerances: no planned case is of {name!r}" for name in sorted(unknown)]
+    return found
 
 
 def content(case: Case, entry: Entry, passes: Mapping[str, Transformation]) -> str:
