@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import operator
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -81,11 +82,10 @@ class Engine(nn.Module):
 
 def reason_of(error: Exception) -> str:
     """The message of an `Unfit`; of another error its kind, and the beginning of its message."""
-    return (
-        str(error)
-        if isinstance(error, Unfit)
-        else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    )
+    if isinstance(error, Unfit):
+        return str(error)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", str(error))  # the exporter of ONNX prints in colours
+    return f"{type(error).__name__}: {' '.join(plain.split())[:300]}"
 
 
 def _owner(moves: bool) -> tuple[int, int]:

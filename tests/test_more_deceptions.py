@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Tracer, symbolic_trace
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fxopt
 from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
-from fxopt.testing import Grade, Oracle, assert_round_trip
+from fxopt.testing import Grade, Oracle, assert_equivalent, assert_round_trip
 from fxopt.testing.observations import Call, observe
 from fxopt.testing.probes import _unlike
 from tests.test_deceptions import Does, X, judged, plain
@@ -287,3 +288,20 @@ def test_a_round_trip_gives_back_what_hardly_shows(change: Callable[[Any], objec
     change(after)
     with pytest.raises(AssertionError, match=problem):
         assert_round_trip(before, after)
+
+
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x + 2)
+
+
+def test_a_layer_with_one_new_weight_has_other_gradients():
+    """The bias of the rewritten layer holds `2 * weight`, of which the weight gets no gradient."""
+    model, x = Shifted().double().eval(), torch.randn(3, 4, dtype=torch.float64)
+    folded = fxopt.FoldScaleAndShift()(fxopt.trace(model, (x,)))
+    assert len(folded.graph.find_nodes(op="call_module", target="layer")) == 1
+    assert_equivalent(model, folded, (x,), gradients=True)

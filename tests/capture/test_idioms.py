@@ -709,3 +709,19 @@ def test_torch_tensor_of_a_tensor_is_an_alias(training):
         assert torch.equal(actual, expected)
         assert torch.equal(*(torch.autograd.grad(each.sum(), x)[0] for each in (actual, expected)))
     assert traced(x)[1].data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("activation", [F.elu, F.silu, F.relu])
+def test_an_activation_in_place_of_an_input_keeps_its_backward(activation):
+    """Also where the example requires no gradients."""
+
+    def forward(self, x):
+        activation(x, inplace=True)
+        return x * 2
+
+    model, x = modules.module(forward), torch.randn(2, 3)
+    gm = fxopt.trace(model, (x.clone(),))
+    expected, found = (x.clone().requires_grad_() for _ in range(2))
+    for leaf, each in ((expected, model), (found, gm)):
+        each(leaf * 1).sum().backward()
+    torch.testing.assert_close(expected.grad, found.grad)

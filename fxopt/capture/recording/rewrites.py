@@ -89,8 +89,8 @@ def _write_in_place(recorder: Recorder, call: Call) -> Any:
     written = bound.arguments["input"]
     if recorder.writer.memory.is_sole_view(written, recorder.writer.made_by(written)):
         return _replaced(recorder, written, Call(call.function, bound.args, bound.kwargs))
-    if torch.is_grad_enabled() and written.requires_grad and call.name not in _KEEP_NO_INPUT:
-        # What backward needs of the input would be overwritten; torch copies it, too.
+    if torch.is_grad_enabled() and call.name not in _KEEP_NO_INPUT:
+        # What backward needs of the input would be overwritten; torch copies it, too. Later inputs may require gradients.
         bound.arguments["input"] = recorder.call(torch.Tensor.clone, (written,), {})
     return _written(recorder, written, Call(call.function, bound.args, bound.kwargs))
 
