@@ -132,6 +132,8 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
         written = [written_by(n, graph.called_module(b, n)) for b in branches for n in b.graph.nodes]
         quiet = all(each is not None and all(map(_is_made_there, each)) for each in written)
         return () if quiet else tuple(node.all_input_nodes)
+    if getattr(target, "only_reads", False):
+        return ()
     if not (operators.is_torch_function(target) or operators.name_of(node)):
         return None if node.is_impure() else tuple(node.all_input_nodes)
     if graph.argument(node, "max_norm") is not None:
@@ -145,11 +147,11 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
 
 
 def _is_made_there(value: Node) -> bool:
-    """Tell whether a call in the same graph has surely made the memory of a value."""
-    first = graph.first_argument(value)
-    if Fact.VIEW in facts_of(value) and isinstance(first, Node):
+    """Tell whether a call in the graph of this node has made the memory of its value."""
+    facts, first = facts_of(value), graph.first_argument(value)
+    if Fact.VIEW in facts and Fact.SEVERAL not in facts and isinstance(first, Node):
         return _is_made_there(first)
-    return Fact.NEW in facts_of(value) and written_by(value, None) == ()
+    return Fact.NEW in facts and written_by(value, None) == ()
 
 
 def _written_statistics(node: Node) -> tuple[Node, ...]:

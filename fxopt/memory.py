@@ -259,11 +259,13 @@ class Memory:
         """Tell whether the value of `node` shares no memory with its inputs, if these are tensors."""
         module = self._called(node)
         facts = facts_of(node, module)
-        joins = name_of(node) == "einsum" and len(node.all_input_nodes) > 1
+        several = isinstance(graph.first_argument(node), str) and len(node.all_input_nodes) > 1
+        joins = name_of(node) == "einsum" and several
         if not (joins or Fact.NEW in facts) or self._written[node] != ():
             return False
         # A method may be one of another object than a tensor, and a packed sequence keeps some of its tensors.
-        asks = node.op == "call_method" or (module is not None and Fact.SEVERAL | Fact.RANDOM in facts)
+        recurrent = module is not None and Fact.SEVERAL in facts and Fact.RANDOM in facts
+        asks = node.op == "call_method" or recurrent
         first = graph.first_argument(node)
         return not asks or (isinstance(first, Node) and isinstance(graph.value_of(first), Tensor))
 

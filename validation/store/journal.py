@@ -38,7 +38,7 @@ class Journal:
             self._lock.acquire(timeout=0)
             if resume and run.commit and not run.commit.endswith("-dirty"):
                 self.run, self.earlier = _newest_cut(running, run)
-            if resume and not self.earlier and (cut := sorted(running.glob("*.jsonl"))):
+            if resume and self.run is run and (cut := sorted(running.glob("*.jsonl"))):
                 unlike = "commit, options, machine or versions, or from changed files: `fxopt merge` takes it"
                 self.not_resumed = f"Not resumed: {cut[-1]} is of another {unlike}"
             self.file = running / f"{self.run.id}.jsonl"

@@ -99,7 +99,7 @@ def parts_of(spec: Any, keys: Collection[Any], where: str) -> list[Any]:
     if spec is None:
         return [None] * len(keys)
     if isinstance(spec, Mapping):
-        unknown = [key for key in spec if key not in keys]
+        unknown = [key for key, entry in spec.items() if entry is not None and key not in keys]
         if unknown:
             raise TraceError(f"dynamic_shapes of {where} names {unknown}; its parts are {list(keys)}.")
         return [spec.get(key) for key in keys]

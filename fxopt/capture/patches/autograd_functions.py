@@ -16,6 +16,8 @@ from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.tensor_data import contains
 from fxopt.capture.runtime import modes
 from fxopt.graph import reached
+from fxopt.objects import tensors_in
+from fxopt.torch_internals import TorchDispatchMode, schema_of, storage_identity
 
 Function = torch.autograd.Function
 
@@ -70,16 +72,33 @@ def _patch_forward(patch: Patches, cls: Any, recorder: Recorder) -> None:
 
 def _call(recorder: Recorder, cls: type, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a `torch.autograd.Function` out of sight, and write one node, so that it keeps its backward; none can hold a module."""
-    opens = recorder.opens_functions and not torch.is_grad_enabled()
-    if opens or contains([*args, *kwargs.values()], torch.nn.Module):
+    if contains([*args, *kwargs.values()], torch.nn.Module):
         return _call_forward(recorder, cls, args, kwargs)
     writer = recorder.writer
     args, kwargs = writer.faked((args, kwargs))
-    with recorder.paused():
+    with recorder.paused(), _Writes() as writes:
         result = apply(*args, **kwargs)
+    given = {storage_identity(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
     node_args, node_kwargs = writer.arguments(f"{cls.__qualname__}.apply", args, kwargs)
-    writer.create("call_function", modes.ApplyFunction(cls), node_args, node_kwargs, result)
+    target = modes.ApplyFunction(cls, only_reads=given.isdisjoint(writes.written))
+    writer.create("call_function", target, node_args, node_kwargs, result)
     return result
+
+
+class _Writes(TorchDispatchMode):
+    """Notes the memory that calls write into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for place, argument in enumerate(schema_of(operator).arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                self.written |= {storage_identity(t.untyped_storage()) for t in tensors_in(value)}
+        return operator(*args, **kwargs)
 
 
 def _call_forward(recorder: Recorder, cls: Any, args: Any, kwargs: Any) -> Any:
@@ -91,7 +110,7 @@ def _call_forward(recorder: Recorder, cls: Any, args: Any, kwargs: Any) -> Any:
         )
     recorder.queries.note_mode("grad", False)
     forward = getattr(cls.forward, "original", cls.forward)
-    if cls.setup_context is not Function.setup_context:
+    if cls.setup_context is not torch.autograd.Function.setup_context:
         return forward(*args, **kwargs)
     context: Any = torch.autograd.function.FunctionCtx()
     context.needs_input_grad = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in args)

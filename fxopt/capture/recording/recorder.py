@@ -71,9 +71,6 @@ class Recorder(PreDispatchTorchFunctionMode):
     tensor_sizes: KnownScalars
     memo: CallCache
     rewrites: Callable[[Call], Sequence[Rewrite]]
-    opens_functions: (
-        bool  # whether a custom autograd.Function is the calls of its forward, where gradients are off
-    )
 
     def __post_init__(self) -> None:
         TorchFunctionMode.__init__(self)

@@ -130,8 +130,7 @@ class ForwardRun:
         )
         tensor_sizes = KnownScalars(writer, self.shape_env, request.moving)
         memo = CallCache(self.fake_mode, request.results)
-        opens = bool(request.method)  # nobody asks these graphs for gradients
-        recorder = Recorder(writer, self.fake_mode, decisions, tensor_sizes, memo, rewrites_of, opens)
+        recorder = Recorder(writer, self.fake_mode, decisions, tensor_sizes, memo, rewrites_of)
         shell.report_to(recorder)
         shell.take_hooks(request.earlier.hooks)
         return recorder

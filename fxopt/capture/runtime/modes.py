@@ -97,9 +97,15 @@ def restored_on_error() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class ApplyFunction:
-    """The target of a node that applies a `torch.autograd.Function`, whose own `apply` fx would write by a name of torch."""
+    """The target of a node that applies a `torch.autograd.Function`, whose own `apply` fx would write by a name of torch.
+
+    Attributes:
+        function: the class.
+        only_reads: whether it was seen to write into none of its arguments.
+    """
 
     function: type
+    only_reads: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def __name__(self) -> str:
