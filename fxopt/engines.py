@@ -42,7 +42,7 @@ _MOST_ERROR = 0.02  # relative to an output, in bfloat16, too; `optimize` judges
 
 
 class Unfit(Exception):
-    """An engine does not take a graph, or a graph is not used; the message says why."""
+    """A graph is not used, as by an engine; the message says why."""
 
 
 class Engine(nn.Module):

@@ -53,7 +53,7 @@ class _Structure:
     """The calls of one structure for which a graph was asked.
 
     Attributes:
-        sizes: all sizes of each.
+        sizes: all sizes of the tensors of these calls.
         failures: why graphs were refused, dropped, or hold for one size alone.
         refusals: how many captures gave no graph, those of calls that the model itself refuses included.
     """
@@ -224,7 +224,7 @@ class Graphs:
     def _candidates(self, inputs: Inputs, after: list[Callable[[Any], object]]) -> Iterator[_Graph]:
         """Yield the graphs that may take these inputs, and then one that is made for them.
 
-        First come those of the last call that may run before anybody asks whether the model is as it was then.
+        First come the graphs of the last call that are asked late, after their run, whether the model is as it was.
 
         Args:
             after: takes what is called with the outputs of the model where it runs.

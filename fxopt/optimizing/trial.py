@@ -28,8 +28,8 @@ from fxopt.tuning import least_seconds
 Function = Callable[..., Any]
 
 
-_LESS = {"tf32": 2.0**-11, "bf16": 2.0**-8}
-"""The relative rounding error of precisions in which torch may multiply float32."""
+_ROUNDING = {"tf32": 2.0**-11, "bf16": 2.0**-8}
+"""The relative rounding error of each precision in which torch may multiply float32."""
 _SECONDS = 0.25  # how long to time a function
 _SHORT = 0.01  # seconds: what takes less finds other values in the caches than its own, when something else ran before
 
@@ -116,10 +116,9 @@ class Trial:
             if not isinstance(tensor, nn.Parameter) or tensor.dtype not in (torch.float32, torch.float64):
                 return tensor.detach().clone()
             draws = torch.randint(2, tensor.shape, generator=self._generator, device="cpu").to(tensor)
-            less, way = _LESS.get(_precision(tensor)), 1 - 2 * draws
-            return nn.Parameter(
-                tensor * (1 + less * way) if less else tensor.nextafter(torch.inf * way), False
-            )
+            rounding, sign = _ROUNDING.get(_precision(tensor)), 1 - 2 * draws
+            moved = tensor * (1 + rounding * sign) if rounding else tensor.nextafter(torch.inf * sign)
+            return nn.Parameter(moved, False)
 
         memo = {id(tensor): neighbour(tensor) for _, tensor in tensors_of({"": self._model})}
         copied = copy.deepcopy(self._model, memo)
