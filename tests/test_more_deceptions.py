@@ -305,3 +305,12 @@ def test_a_layer_with_one_new_weight_has_other_gradients():
     folded = fxopt.FoldScaleAndShift()(fxopt.trace(model, (x,)))
     assert len(folded.graph.find_nodes(op="call_module", target="layer")) == 1
     assert Oracle(model, (x,), float64=model, gradients=True).judge(folded, folded).grade.passes
+
+
+def test_a_weight_that_was_folded_and_stays_for_others_has_no_gradient():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double().eval()
+    model.again = nn.Sequential(model[1])
+    model.forward = lambda x: model[1](model[0](x))
+    x = torch.randn(3, 4, dtype=torch.float64)
+    folded = fxopt.FoldBatchNorms()(fxopt.trace(model, (x,)))
+    assert Oracle(model, (x,), float64=model, gradients=True).judge(folded, folded).grade.passes
