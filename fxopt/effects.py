@@ -16,7 +16,7 @@ from torch.fx import Node
 from fxopt import graph, operators
 from fxopt.operators import Fact, facts_of
 from fxopt.submodules import parts
-from fxopt.torch_internals import FORWARD_HOOKS, OpOverload, OpOverloadPacket, schema_of
+from fxopt.torch_internals import FORWARD_HOOKS, OpOverload, OpOverloadPacket, schema_of, written_arguments
 
 
 def written_by(node: Node, module: nn.Module | None) -> tuple[Node, ...] | None:
@@ -170,12 +170,7 @@ def _written_statistics(node: Node) -> tuple[Node, ...]:
 
 
 def _written_by_schema(node: Node, target: Any) -> tuple[Node, ...]:
-    written: list[Node] = []
-    for index, argument in enumerate(schema_of(target).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            written += graph.nodes_in(value)
-    return tuple(written)
+    return tuple(graph.nodes_in(written_arguments(target, node.args, node.kwargs)))
 
 
 def _out(node: Node) -> tuple[Node, ...]:

@@ -13,7 +13,7 @@ import itertools
 import operator
 import os
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -274,6 +274,16 @@ def holding_inductor(held: list[Any]) -> Any:
         return held[-1]
 
     return compiled
+
+
+def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a call that its operator writes into, as the schema says."""
+    schema = schema_of(operator)
+    return [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(schema.arguments if schema.is_mutable else ())
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def clear_workspaces() -> None:

@@ -28,8 +28,8 @@ from fxopt.torch_internals import (
     TorchDispatchMode,
     is_erased,
     root_of,
-    schema_of,
     used_names,
+    written_arguments,
 )
 
 
@@ -354,12 +354,9 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
         return grouped((storage_of(tensor), (name, tensor)) for name, tensor in tensors)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema, kwargs = schema_of(operator), kwargs or {}
-        if schema.is_mutable:
-            for place, argument in enumerate(schema.arguments):
-                value = args[place] if place < len(args) else kwargs.get(argument.name)
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._tell_of(value)
+        kwargs = kwargs or {}
+        for value in written_arguments(operator, args, kwargs):
+            self._tell_of(value)
         return operator(*args, **kwargs)
 
     def _tell_of(self, value: Any) -> None:

@@ -382,3 +382,22 @@ def test_what_the_forward_asks_in_the_other_mode_keeps_the_guard():
         gm = fxopt.trace(AsksFurther(), (X,))
     with pytest.raises(fxopt.GuardError, match="captured with grad off"):
         gm(X.clone().requires_grad_())
+
+
+class SparseProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, matrix, x):
+        return torch.sparse.mm(matrix, x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, grad
+
+
+def test_an_autograd_function_may_take_a_tensor_without_storage():
+    class Product(torch.nn.Module):
+        def forward(self, matrix, x):
+            return SparseProduct.apply(matrix, x)
+
+    matrix, x = torch.eye(3).to_sparse(), torch.randn(3, 2)
+    assert torch.equal(fxopt.trace(Product(), (matrix, x))(matrix, x), x)

@@ -16,8 +16,9 @@ from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.tensor_data import contains
 from fxopt.capture.runtime import modes
 from fxopt.graph import reached
+from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
-from fxopt.torch_internals import TorchDispatchMode, schema_of, storage_identity
+from fxopt.torch_internals import TorchDispatchMode, written_arguments
 
 Function = torch.autograd.Function
 
@@ -78,7 +79,7 @@ def _call(recorder: Recorder, cls: type, apply: Callable[..., Any], args: Any, k
     args, kwargs = writer.faked((args, kwargs))
     with recorder.paused(), _Writes() as writes:
         result = apply(*args, **kwargs)
-    given = {storage_identity(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
+    given = set(map(storage_of, tensors_in((args, kwargs))))
     node_args, node_kwargs = writer.arguments(f"{cls.__qualname__}.apply", args, kwargs)
     target = modes.ApplyFunction(cls, only_reads=given.isdisjoint(writes.written))
     writer.create("call_function", target, node_args, node_kwargs, result)
@@ -94,10 +95,7 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for place, argument in enumerate(schema_of(operator).arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[place] if place < len(args) else kwargs.get(argument.name)
-                self.written |= {storage_identity(t.untyped_storage()) for t in tensors_in(value)}
+        self.written.update(map(storage_of, tensors_in(written_arguments(operator, args, kwargs))))
         return operator(*args, **kwargs)
 
 
