@@ -53,7 +53,7 @@ def constants_of(index: GraphIndex, freeze: bool = False) -> dict[Node, None]:
         freeze: parameters and all buffers count, too, and what layers of torch make of constants.
     """
     found: dict[Node, None] = {}
-    if any("autocast" in graph.function_name(node) for node in index.nodes):
+    if any(map(graph.turns_autocast_on, index.nodes)):
         return found  # which chooses dtypes by where a function is called
     for node in index.nodes:
         if _is_constant(index, node, found, freeze):

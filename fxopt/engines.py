@@ -117,7 +117,10 @@ def with_engine(traced: TracedModule, name: str) -> tuple[TracedModule, Engine]:
     Raises:
         Unfit: the graph writes into memory that is seen outside of the body, switches modes, or checks values in the body.
     """
-    index = GraphIndex(traced)
+    made: Any = sharing_copy(traced)
+    for node in reversed(modes.idle(made.graph.nodes)):
+        made.graph.erase_node(node)
+    index = GraphIndex(made)
     body, late = _cut(index)
     outputs, seen = _outputs(body, late)
     inputs = [*dict.fromkeys(v for n in body for v in n.all_input_nodes if v not in body)]
@@ -126,9 +129,8 @@ def with_engine(traced: TracedModule, name: str) -> tuple[TracedModule, Engine]:
     _check_effects(index, body.keys() - seen)
     engine = Engine(name, _body(traced, body, inputs, outputs))
     _check_body(engine.body)
-    made: Any = sharing_copy(traced)
     made.add_module(_NAME, engine)
-    made.graph = _around(traced.graph, body, late, inputs, outputs)
+    made.graph = _around(made.graph, body, late, inputs, outputs)
     made.recompile()
     return made, engine
 
@@ -177,18 +179,13 @@ def _check_effects(index: GraphIndex, inside: Collection[Node]) -> None:
     """Raise Unfit if the order of the parts matters: where written memory is seen outside of the body, or modes are switched."""
     for node in index.nodes:
         written = () if _is_on_objects(node) or effects.only_checks(node) else index.memory.written_by(node)
-        if written is None and node is not index.guard and not _stops_gradients(node):
+        if written is None and node is not index.guard:
             raise Unfit(f"{node.name} switches a mode or has another effect, at {graph.place(node)}")
         for value in written or ():
             aliases = index.memory.aliases(value)
             outside = next((n for n in aliases if n not in inside or n.op == "get_attr"), None)
             if outside:
                 raise Unfit(f"{node.name} may write into {outside.name}, at {graph.place(node)}")
-
-
-def _stops_gradients(node: Node) -> bool:
-    """Tell whether a node is a `set_grad_enabled` that does not turn gradients on: an engine records none."""
-    return node.target is modes.set_grad_enabled and node.args[0] is not True
 
 
 def _is_on_objects(node: Node) -> bool:

@@ -92,6 +92,11 @@ def function_name(node: Node) -> str:
     return str(getattr(node.target, "__name__", node.target)).split(".")[0]
 
 
+def turns_autocast_on(node: Node) -> bool:
+    """Tell whether a node enters an autocast block that is not switched off: the block chooses the dtypes of what is computed in it."""
+    return "enter_autocast" in function_name(node) and node.args[2:3] != (False,)
+
+
 def use_obstacle(node: Node, users: Collection[Node]) -> str | None:
     """Name the users of a node other than these; `None` if there are none."""
     others = [user.name for user in node.users if user not in users]

@@ -48,6 +48,6 @@ def constant_obstacle(index: GraphIndex, parts: Sequence[Node], user: Node) -> s
         writer = index.memory.written(node)
         if writer:
             return f"{writer.name} may write into the constant"
-    if len(parts) > 1 and any("autocast" in graph.function_name(node) for node in index.nodes):
+    if len(parts) > 1 and any(map(graph.turns_autocast_on, index.nodes)):
         return "the constant is computed in a graph with autocast, which chooses its dtype"
     return None

@@ -205,7 +205,7 @@ def graph_obstacle(index: GraphIndex) -> Refusal | None:
             )
         if graph.holds(node, lambda t: t.dtype in (torch.float16, torch.bfloat16)):
             return Refusal(node, "the graph already works in float16 or bfloat16")
-        if "autocast" in graph.function_name(node):
+        if graph.turns_autocast_on(node):
             return Refusal(node, "the graph chooses dtypes itself, in an autocast block")
         if node.op == "get_attr" and _is_parameter(index, str(node.target)):
             writer = index.memory.written(node)

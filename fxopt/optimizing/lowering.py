@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxopt import graph
 from fxopt.capture import TracedModule
+from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.graph_index import GraphIndex
 from fxopt.kernels import PackedLayer, packed_weight, unguarded
@@ -111,21 +112,25 @@ def function_of(traced: TracedModule, packed: dict[str, Packed]) -> Function:
         packed: takes the packed weights that the function computes with, by the names of their layers.
     """
     index = GraphIndex(traced)
-    effects = (index.memory.written_by(node) for node in index.nodes if node is not index.guard)
+    idle = modes.idle(index.nodes)
+    checked = (index.guard, *idle)
+    effects = (index.memory.written_by(node) for node in index.nodes if node not in checked)
     records = any(node.target == "requires_grad_" for node in index.nodes)
     if traced.modes_read or traced.gradients_read or records or None in effects:
         return traced
-    code = _without_modules(index, packed).python_code("self")
+    code = _without_modules(index, packed, idle).python_code("self")
     names = dict(code.globals)
     exec(compile(code.src, f"<fxopt.optimize of {type(traced).__name__}>", "exec"), names)
     return functools.partial(names["forward"], traced)
 
 
-def _without_modules(index: GraphIndex, packed: dict[str, Packed]) -> Graph:
+def _without_modules(index: GraphIndex, packed: dict[str, Packed], left_out: Collection[Node]) -> Graph:
     """Write a graph with functions in the place of modules, under the names of the nodes that called them."""
     made = Graph()
     known: dict[Node, Node] = {}
     for node in index.nodes:
+        if node in left_out:
+            continue
         if node.op == "call_module":
             function, args, kwargs = _call(index, node, packed)
             args, kwargs = torch.fx.node.map_arg((args, kwargs), known.__getitem__)

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import fxopt
 from fxopt import engines
+from fxopt.capture.runtime import modes
 from fxopt.optimizing import dispatch, prepare, watching
 from tests.capture.test_transformers import bert, resnet
 from tests.modules import module
@@ -117,6 +118,28 @@ class Casts(nn.Module):
         with torch.autocast("cpu", torch.bfloat16):
             hidden = self.first(x)
         return self.last(hidden.float())
+
+
+class StaysInFloat32(Casts):
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            hidden = self.first(x).relu()
+        with torch.no_grad():
+            scale = hidden.amax()
+        return self.last(hidden / scale)
+
+
+@pytest.mark.parametrize("engine", ["torch", "openvino"])
+@torch.no_grad()
+def test_blocks_that_switch_off_what_is_off_cost_nothing(engine, ran, monkeypatch):
+    model = StaysInFloat32().eval()
+    fast = fxopt.optimize(model, (X,), tune=False, engine=engine)
+    assert why_not(fast) == [None]
+    assert fast.report[0].engine == engine
+    expected, switched = model(X), []
+    monkeypatch.setattr(modes, "_enter", switched.append)
+    torch.testing.assert_close(fast(X), expected)
+    assert not switched
 
 
 class Writes(nn.Module):

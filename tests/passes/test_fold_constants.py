@@ -11,7 +11,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn.utils import parametrize, prune
 
 import fxopt
-from fxopt import PassError, undo
+from fxopt import PassError, graph, undo
 from fxopt.capture.runtime.input_guard import guard_of
 from fxopt.passes.fold_constants import FoldConstants
 from fxopt.testing import assert_round_trip, randomise
@@ -232,6 +232,20 @@ def test_constants_under_autocast_stay():
         return x * constant
 
     assert not FoldConstants().explain(fxopt.trace(Uses(function), (X,))).sites
+
+
+def test_constants_beside_a_block_that_switches_autocast_off_are_folded():
+    def function(m, x):
+        with torch.autocast("cpu", enabled=False):
+            constant = torch.arange(1, 5, dtype=torch.bfloat16).prod()
+        return x * constant
+
+    traced = fxopt.trace(Uses(function), (X,))
+    folded = FoldConstants()(copy.deepcopy(traced))
+    assert not any(graph.function_name(node) == "prod" for node in folded.graph.nodes)
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            assert torch.equal(folded(X), traced(X))
 
 
 def test_a_constant_of_another_default_dtype_is_an_error():

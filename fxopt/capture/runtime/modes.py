@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.fx import Node
 from torch.fx.node import has_side_effect
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -74,6 +75,19 @@ def leave(context: Any) -> None:
 
 # The targets of nodes that switch a mode.
 SWITCHES = {set_grad_enabled, enter_autocast, enter_inference_mode, enter_sdpa_kernel, leave}
+
+
+def idle(nodes: Iterable[Node]) -> Sequence[Node]:
+    """The nodes that change nothing where gradients and autocast are off: none if one of these nodes may switch a mode on."""
+    switches = [node for node in nodes if node.target in SWITCHES]
+    return switches if all(map(_switches_off, switches)) else []
+
+
+def _switches_off(node: Node) -> bool:
+    if isinstance(node.args[0], Node):  # it restores what that node found
+        return _switches_off(node.args[0])
+    flags: dict[Any, int] = {set_grad_enabled: 0, enter_autocast: 2}
+    return node.target in flags and node.args[flags[node.target]] is False
 
 
 def leave_all(depth: int = 0) -> None:
