@@ -5,6 +5,7 @@ Answers are conservative: a function that is not torch's own may write into ever
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -63,6 +64,9 @@ def draws(node: Node, module: nn.Module | None) -> bool:
         return False
     if module is not None:
         return any(part.training for part in parts(module))
+    if operators.name_of(node) in ("lstm", "gru"):  # `training` is behind `dropout`, the only float
+        known = [(rate, training) for rate, training in itertools.pairwise(node.args) if type(rate) is float]
+        return not known or all(known[0])
     if operators.name_of(node) == "scaled_dot_product_attention":
         return graph.argument(node, "dropout_p") not in (None, 0)
     return graph.argument(node, "training") is not False and 0 not in (

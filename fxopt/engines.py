@@ -74,10 +74,11 @@ class Engine(nn.Module):
         except Exception as error:
             if not self.in_use:
                 raise
+            value = self.body(*inputs)  # it raises, too, where the inputs are at fault
             if not isinstance(error, Unfit):  # it would fail again
                 self._run = self.body
             warn(f"torch computes a call in the place of {self.name}: {reason_of(error)}", FallbackWarning)
-            return self.body(*inputs)
+            return value
 
 
 def reason_of(error: Exception) -> str:

@@ -101,7 +101,9 @@ _ROWS: dict[str, Fact] = {
     "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_empty_strided new_full": _NEW
     | Fact.DESCRIBES,
     "rand_like randn_like": _NEW | Fact.DESCRIBES | Fact.RANDOM,
-    "bernoulli normal uniform exponential multinomial poisson rand randn randint randperm rrelu": Fact.RANDOM,
+    "bernoulli binomial cauchy exponential geometric log_normal multinomial normal poisson uniform": Fact.RANDOM,
+    "rand randint randint_like randn randperm": Fact.RANDOM,
+    "rrelu rrelu_with_noise feature_dropout native_dropout gumbel_softmax": Fact.RANDOM,
 }
 
 TABLE = {name: facts for names, facts in _ROWS.items() for name in names.split()}

@@ -45,6 +45,9 @@ _MOST_KEPT = 2  # how often graphs begin anew since a forward assigns no more wh
 _LAUNCHING = ("cuda",)  # devices that compute while Python goes on
 
 _CHANGED = "the model was changed while its graph was made"
+_RESTLESS_MODEL = (
+    "the model is another one from call to call: it gets a graph when two calls find the same model"
+)
 _ALL = weakref.WeakSet["Graphs"]()
 
 
@@ -251,7 +254,9 @@ class Graphs:
         try:  # perhaps another thread has made one meanwhile
             book = self._found() or self._opened()
             made = [graph for graph in book.taking(inputs) if graph not in known]
-            if not made and book.may_capture:
+            if not made and not book.may_capture:
+                self._warn(inputs, _RESTLESS_MODEL)
+            elif not made:
                 graph = self._make(book, inputs, named, key, sizes, after)
                 if graph is not None:
                     made = [graph]

@@ -142,6 +142,18 @@ def test_blocks_that_switch_off_what_is_off_cost_nothing(engine, ran, monkeypatc
     assert not switched
 
 
+@torch.no_grad()
+def test_wrong_inputs_do_not_end_an_engine(ran):
+    model = nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 4)).eval()
+    ids = torch.tensor([[1, 2, 9]])
+    fast = fxopt.optimize(model, (ids,), engine="openvino")
+    with pytest.raises(IndexError):
+        fast(ids + 1)
+    before = ran["run"]
+    torch.testing.assert_close(fast(ids), model(ids))
+    assert ran["run"] == before + 1
+
+
 class Writes(nn.Module):
     def __init__(self, use):
         super().__init__()

@@ -223,6 +223,7 @@ REFUSED = {
     "dropout": (lambda m, x: F.dropout(m.layer(x), 0.1), DRAWS, {}),
     "noise": (lambda m, x: m.layer(x) + torch.randn(2, 8), DRAWS, {}),
     "draws": (draws, DRAWS, {}),
+    "a choice by noise": (lambda m, x: F.gumbel_softmax(m.layer(x), hard=True), DRAWS, {}),
     "a hook on a forward": (linear, HOOKS, {"layer": with_forward_hook}),
 }
 

@@ -648,3 +648,12 @@ def test_a_graph_module_in_the_model():
     # What it refuses is no failure of fxopt.
     with pytest.raises(fxopt.TraceError, match="the graph was captured for 2 alone"):
         fxopt.trace(whole, (torch.randn(3, 8),))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@torch.no_grad()
+def test_a_recurrent_layer_alone_draws_no_random_numbers_in_eval(kind):
+    model, x = kind(16, 8, 2, dropout=0.5).eval(), torch.randn(5, 2, 16)
+    fast = fxopt.optimize(model, (x,), tune=False)
+    assert fast.report[0].reason is None
+    torch.testing.assert_close(fast(x), model(x))
