@@ -14,6 +14,8 @@ from fxopt.outputs import same_bits
 from fxopt.rewriting.composition import compose
 from fxopt.rewriting.history import history
 from fxopt.rewriting.transformation import Transformation
+from fxopt.testing.round_trips import attributes, differences
+from fxopt.torch_internals import buffers_of, modules_of, parameters_of
 
 Refusals = tuple[tuple[str, str, str], ...]
 
@@ -34,8 +36,7 @@ def rewrite(traced: GraphModule, passes: Sequence[tuple[str, Transformation]]) -
     """Apply passes to a copy of a graph, several as users do: composed."""
     module = copy.deepcopy(traced)
     # Keeps the objects of the copy, as the model of a user would: a pass may replace them, not change them.
-    kept = {name: (part, _state(part)) for name, part in module.named_modules()}
-    kept_tensors = tensors(module)
+    kept = {name: (part, _members(part)) for name, part in module.named_modules()}
     if len(passes) == 1:
         whole = passes[0][1]
         module = whole(module)
@@ -43,7 +44,7 @@ def rewrite(traced: GraphModule, passes: Sequence[tuple[str, Transformation]]) -
     else:
         module = compose(*(pass_ for _, pass_ in passes))(module)
         sites = [step.sites for step in history(module)]
-    return Rewritten(module, tuple(sites), tuple(_tampered(traced, kept, kept_tensors)))
+    return Rewritten(module, tuple(sites), tuple(_tampered(traced, kept)))
 
 
 class Explained(NamedTuple):
@@ -85,10 +86,10 @@ def _called(module: GraphModule) -> list[tuple[str, bool]]:
     return [(repr(call), call.training) for call in calls]
 
 
-def tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
+def tensors(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a module by name, tied ones under each of their names."""
     found = (module.named_parameters, module.named_buffers)
-    return {name: tensor for named in found for name, tensor in named("", recurse, remove_duplicate=False)}
+    return {name: tensor for named in found for name, tensor in named(remove_duplicate=False)}
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
@@ -97,44 +98,20 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 
 def _tampered(
-    traced: GraphModule,
-    kept: Mapping[str, tuple[nn.Module, dict[str, object]]],
-    kept_tensors: Mapping[str, Tensor],
+    traced: GraphModule, kept: Mapping[str, tuple[nn.Module, dict[str, object]]]
 ) -> Iterator[str]:
     """Name what differs between the modules and tensors of the graph and those of its copy, which a pipeline has had."""
-    yield from (name for name, tensor in tensors(traced).items() if not _same(tensor, kept_tensors[name]))
-    for name, (module, state) in kept.items():
+    for name, (module, members) in kept.items():
+        origin = traced.get_submodule(name)
         if isinstance(module, GraphModule) or type(module) is nn.Module:
-            continue  # the containers are the graph module's own
-        now, its = _state(module), tensors(module, recurse=False)
-        yield from (
-            f"{name}.{key}" for key in state.keys() | now.keys() if not _is(state.get(key), now.get(key))
-        )
-        paths = {f"{name}.{key}": tensor for key, tensor in its.items()}
-        yield from (path for path in paths if kept_tensors.get(path, paths[path]) is not paths[path])
+            # The containers are the graph module's own; what they held is not.
+            yield from differences(name, _members(origin), members)
+            continue
+        yield from differences(name, attributes(origin), attributes(module))
+        now = _members(module)
+        yield from (f"{name}.{key}" for key, member in members.items() if now.get(key) is not member)
 
 
-def _state(module: nn.Module) -> dict[str, object]:
-    """The class and the attributes of a module, and what is in its tables, but for tensors: their names."""
-    found: dict[str, object] = {"__class__": type(module)}
-    for key, value in vars(module).items():
-        if key in ("_parameters", "_buffers"):
-            found[key] = tuple(value)
-        elif key not in CACHES:
-            is_table = isinstance(value, dict) and key[0] == "_"
-            found[key] = (
-                tuple(value.items()) if is_table else frozenset(value) if isinstance(value, set) else value
-            )
-    return found
-
-
-CACHES = frozenset({"_packed", "_compiled_call_impl"})
-"""The attributes of packed layers and of `torch.compile`, which a run fills."""
-
-
-def _is(before: object, after: object) -> bool:
-    """Tell whether an attribute is what it was: the same object, an equal number or text, or a table of the same."""
-    if isinstance(before, tuple) and isinstance(after, tuple):
-        return len(before) == len(after) and all(map(_is, before, after))
-    plain = isinstance(before, int | float | str | frozenset) and type(before) is type(after)
-    return before is after or (plain and before == after)
+def _members(module: nn.Module) -> dict[str, object]:
+    """The parameters, buffers and modules that a module itself holds."""
+    return {**parameters_of(module), **buffers_of(module), **modules_of(module)}
