@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
 from fxopt.obstacles.rounding import is_floating, obstacle_behind
+from fxopt.operators import name_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
@@ -48,7 +49,7 @@ class ChangeTrueDivToMulByInverse(ReversibleRewrite[Node]):
     def match(self, graph_module: GraphModule) -> Iterator[Node | Refusal]:
         """Yield the divisions by a constant."""
         index = GraphIndex(graph_module)
-        for node in filter(_is_division, index.nodes):
+        for node in [each for each in index.nodes if _is_division(index, each)]:
             numerator, denominator = _operands(node)
             if isinstance(numerator, Node):
                 reason = _obstacle(numerator, denominator) or _inexact(index, node, numerator, denominator)
@@ -62,15 +63,12 @@ class ChangeTrueDivToMulByInverse(ReversibleRewrite[Node]):
         return site
 
 
-def _is_division(node: Node) -> bool:
-    if node.op == "call_method":
-        named = node.target in ("div", "divide", "true_divide", "__truediv__")
-    else:
-        named = node.op == "call_function" and node.target in _DIVISIONS
+def _is_division(index: GraphIndex, node: Node) -> bool:
+    named = name_of(node) in _DIVISIONS and not index.memory.writes(node)
     return named and len(node.args) + len(node.kwargs) == 2 and set(node.kwargs) <= {"other"}
 
 
-_DIVISIONS = (operator.truediv, torch.div, torch.divide, torch.true_divide)
+_DIVISIONS = ("div", "divide", "truediv", "true_divide")
 
 
 def _operands(node: Node) -> tuple[Any, Any]:
