@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import Node
@@ -14,40 +15,86 @@ from fxopt.graph_index import GraphIndex
 from fxopt.obstacles.scaling import LAYERS, scaling_obstacle
 from fxopt.operators import Fact, facts_of, name_of
 
-F = TypeVar("F")
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """A call that scales and shifts each channel.
+
+    Attributes:
+        node: the call.
+        value: what it scales; None where no layer before counts, and the call stays and does less.
+        kinds: the types of the layers that may scale and shift instead.
+        scale_and_shift: gives the factor of each channel, or one for all, and the summands that follow, None for none.
+        obstacle: gives the reason why a layer cannot scale and shift instead. It takes the call of the layer, and the nodes
+            between both calls, these included.
+        sources: what is to stand at the paths that scale and shift come from; None for nothing.
+    """
+
+    node: Node
+    value: Node | None
+    kinds: tuple[type[nn.Module], ...]
+    scale_and_shift: Callable[[], tuple[Tensor, Tensor | None]]
+    obstacle: Callable[[Node, Sequence[Node]], str | None]
+    sources: Mapping[str, Any]
 
 
-def folds(
-    index: GraphIndex,
-    node: Node,
-    value: Node | None,
-    kinds: tuple[type[nn.Module], ...],
-    obstacle: Callable[[Node, Sequence[Node]], str | None],
-    fold: Callable[[Sequence[Node], bool], F],
-    into_behind: bool = True,
-) -> Iterator[F | str]:
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """A call that scales and shifts, and the layers that take that over.
+
+    Attributes:
+        layers: the calls of the layers.
+        node: the call that scales and shifts.
+        behind: whether it is behind the layer, and not before them.
+        scale: the factor of each channel, or one for all.
+        shift: the summand that follows, likewise; None for none.
+        operand: which input of the call takes its place, counted in `all_input_nodes`, as other folds may put others there; None
+            where the call stays, and does less.
+        sources: as in `Scaling`.
+    """
+
+    layers: tuple[Node, ...]
+    node: Node
+    behind: bool
+    scale: Tensor
+    shift: Tensor | None
+    operand: int | None
+    sources: Mapping[str, Any]
+
+
+def folds(index: GraphIndex, scaling: Scaling, into_behind: bool) -> Iterator[Fold | str]:
     """The folds of a call that scales and shifts, the better one first, and the reasons why there are no others.
 
     Args:
         index: the graph.
-        node: the call.
-        value: what it takes; None where no layer before counts.
-        kinds: the types of the layers.
-        obstacle: gives the reason why a layer cannot scale and shift instead. It takes the call of the layer, and the nodes
-            between both calls, these included.
-        fold: makes a fold, of the calls of the layers, and whether `node` is behind them.
-        into_behind: whether layers behind `node` count, too.
+        scaling: the call.
+        into_behind: whether layers behind the call count, too.
     """
-    if before := layer_before(index, value, kinds):
-        path = [*before, node]
-        uses = (use_obstacle(one, [other]) for one, other in itertools.pairwise(path))
-        reason = next(filter(None, uses), None) or obstacle(path[0], path)
-        yield reason or fold(path[:1], True)
-    behind = layers_behind(index, node, kinds) if into_behind else []
+    node = scaling.node
+    if before := layer_before(index, scaling.value, scaling.kinds):
+        yield _fold(index, scaling, [[*before, node]])
+    behind = layers_behind(index, node, scaling.kinds) if into_behind else []
     if behind:
-        reasons = (obstacle(layer, [node, layer]) for layer in behind)
-        reason = use_obstacle(node, behind) or next(filter(None, reasons), None)
-        yield reason or fold(behind, False)
+        yield _fold(index, scaling, [[node, layer] for layer in behind])
+
+
+def _fold(index: GraphIndex, scaling: Scaling, paths: Sequence[Sequence[Node]]) -> Fold | str:
+    """The fold into the layers at the other ends of some paths from or to a call, or why there is none."""
+    node, behind = scaling.node, paths[0][-1] is scaling.node
+    layers = tuple(path[0 if behind else -1] for path in paths)
+    links = graph.grouped(link for path in paths for link in itertools.pairwise(path))
+    uses = (use_obstacle(*link) for link in links.items())
+    others = (_obstacle(index, scaling, *each) for each in zip(layers, paths, strict=True))
+    reason = next(filter(None, itertools.chain(uses, others)), None)
+    operand = None if scaling.value is None else node.all_input_nodes.index(scaling.value)
+    return reason or Fold(layers, node, behind, *scaling.scale_and_shift(), operand, scaling.sources)
+
+
+def _obstacle(index: GraphIndex, scaling: Scaling, layer: Node, path: Sequence[Node]) -> str | None:
+    """Why a layer cannot scale and shift in the place of a call; None if it can."""
+    reason = layer_obstacle(index, layer) or scaling.obstacle(layer, path)
+    value = None if layer is path[0] else scaling.value
+    return reason or folding_obstacle(index, layer, path, *scaling.scale_and_shift(), value)
 
 
 def layer_before(index: GraphIndex, value: Node | None, kinds: tuple[type[nn.Module], ...]) -> list[Node]:
@@ -85,7 +132,7 @@ def folding_obstacle(
     path: Sequence[Node],
     scale: Tensor,
     shift: Tensor | None,
-    value: Node | None = None,
+    value: Node | None,
 ) -> str | None:
     """Why a scale and a shift cannot become a part of a layer; None if they can.
 
@@ -95,7 +142,7 @@ def folding_obstacle(
         path: that call and the one that scales and shifts, in order, with the views between.
         scale: what `folded` takes.
         shift: the same.
-        value: what the first of them takes, where the layer is to read that instead.
+        value: what the first of them takes, where the layer is to read that instead; None elsewhere.
     """
     reason = scaling_obstacle(index.module(layer), scale, shift, behind=layer is path[0])
     reason = reason or index.memory.write_between(path[0], path[-1], value)

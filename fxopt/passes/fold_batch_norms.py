@@ -12,9 +12,8 @@ from torch.fx import GraphModule, Node
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
 from fxopt.obstacles import batch_norm
-from fxopt.obstacles.foldable import folding_obstacle, folds, layer_obstacle
-from fxopt.passes.folding import Fold, Folding, each_layer_once
-from fxopt.rewriting.explanation import Refusal
+from fxopt.obstacles.foldable import Fold, Scaling
+from fxopt.passes.folding import Folding
 from fxopt.submodules import module_at
 
 Kinds = tuple[type[nn.Module], ...]
@@ -54,17 +53,20 @@ class FoldBatchNorms(Folding):
     }
     """The layers that each kind of normalization is folded into."""
 
-    into_behind: ClassVar[bool] = True
-    """Try layers behind a normalization, too."""
-
-    def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
-        """Yield the normalizations with the layers to fold them into, each layer at most once."""
-        index = GraphIndex(graph_module)
-        return each_layer_once(
-            (norm, self._folds(index, norm, kind, layers))
-            for kind, layers in self.layers.items()
-            for norm in index.calls_like(kind)
-        )
+    def scalings(self, index: GraphIndex) -> Iterator[Scaling]:
+        """Yield the normalizations; they go where nothing else needs them."""
+        for kind, layers in self.layers.items():
+            for norm in index.calls_like(kind):
+                module = index.module(norm)
+                needed = len(index.call_sites(module)) > 1 or not index.removable(norm)
+                yield Scaling(
+                    norm,
+                    graph.input_of(norm, module),
+                    layers,
+                    functools.partial(batch_norm.scale_and_shift, module),
+                    functools.partial(_obstacle, index, norm, kind),
+                    {str(norm.target): module if needed else None},
+                )
 
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Fold]) -> bool:
         """Tell whether a normalization is left, which may follow one that was folded, or come before it."""
@@ -73,41 +75,21 @@ class FoldBatchNorms(Folding):
             isinstance(module_at(graph_module, str(call.target)), tuple(self.layers)) for call in calls
         )
 
-    def _folds(
-        self, index: GraphIndex, norm: Node, kind: type[nn.Module], layers: Kinds
-    ) -> Iterator[Fold | str]:
-        value, fold = graph.input_of(norm, index.module(norm)), functools.partial(_fold, index, norm)
-        obstacle = functools.partial(_obstacle, index, norm, kind, value)
-        return folds(index, norm, value, layers, obstacle, fold, self.into_behind and value is not None)
-
 
 def _obstacle(
-    index: GraphIndex,
-    norm: Node,
-    kind: type[nn.Module],
-    value: Node | None,
-    layer: Node,
-    path: Sequence[Node],
+    index: GraphIndex, norm: Node, kind: type[nn.Module], layer: Node, path: Sequence[Node]
 ) -> str | None:
     """Why a normalization cannot become a part of a layer; None if it can."""
-    module, beside, behind = index.module(norm), index.module(layer), layer is path[0]
+    module, beside = index.module(norm), index.module(layer)
+    if graph.input_of(norm, module) is None:
+        return "it does not take one value alone"
     return (
         _rank_obstacle(index, norm, kind, beside)
-        or layer_obstacle(index, layer)
         or index.inexact(norm, kind)
-        or batch_norm.statistics_obstacle(beside, module, behind)
+        or batch_norm.statistics_obstacle(beside, module, behind=layer is path[0])
         or index.removing_obstacle(norm)
         or batch_norm.weights_obstacle(module)
-        or folding_obstacle(
-            index, layer, path, *batch_norm.scale_and_shift(module), None if behind else value
-        )
     )
-
-
-def _fold(index: GraphIndex, norm: Node, layers: Sequence[Node], behind: bool) -> Fold:
-    module = index.module(norm)
-    sources, removable = {str(norm.target): module}, index.removable(norm)
-    return Fold((*layers,), norm, behind, *batch_norm.scale_and_shift(module), 0, sources, removable)
 
 
 def _rank_obstacle(index: GraphIndex, norm: Node, kind: type[nn.Module], layer: nn.Module) -> str | None:
