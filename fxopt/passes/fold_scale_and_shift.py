@@ -66,8 +66,8 @@ class FoldScaleAndShift(Folding):
                 )
 
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Fold]) -> bool:
-        """Tell whether something may follow what was folded, or come before it."""
-        return bool(sites)
+        """Something may follow what was folded, or come before it."""
+        return True
 
 
 _OPERATORS: dict[str, Callable[[Tensor, bool], ScaleAndShift]] = {
