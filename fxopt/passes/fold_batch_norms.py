@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
-from fxopt.obstacles import batch_norm
 from fxopt.obstacles.foldable import Fold, Scaling
+from fxopt.obstacles.scaling import channels, wide_dtype
 from fxopt.passes.folding import Folding
+from fxopt.submodules import weight_of
+from fxopt.torch_internals import buffers_of, parameters_of
 
 Kinds = tuple[type[nn.Module], ...]
 
@@ -62,7 +65,7 @@ class FoldBatchNorms(Folding):
                     norm,
                     graph.input_of(norm, module),
                     layers,
-                    functools.partial(batch_norm.scale_and_shift, module),
+                    functools.partial(scale_and_shift, module),
                     functools.partial(_obstacle, index, norm, kind),
                     {str(norm.target): module if needed else None},
                 )
@@ -70,6 +73,20 @@ class FoldBatchNorms(Folding):
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Fold]) -> bool:
         """A normalization may follow one that was folded, or come before it."""
         return True
+
+
+def scale_and_shift(norm: Any) -> tuple[Tensor, Tensor]:
+    """The vectors `a`, `b` with `norm(x) = a * x + b`, in a wide dtype."""
+    weight, bias = parameters_of(norm)["weight"], parameters_of(norm)["bias"]
+    mean, variance = buffers_of(norm)["running_mean"], buffers_of(norm)["running_var"]
+    assert mean is not None
+    assert variance is not None
+    wide = wide_dtype(mean)
+    scale = torch.rsqrt(variance.to(wide) + norm.eps)
+    if weight is not None:
+        scale = scale * weight.detach().to(wide)
+    shift = -mean.to(wide) * scale
+    return scale, shift if bias is None else shift + bias.detach().to(wide)
 
 
 def _obstacle(
@@ -82,9 +99,8 @@ def _obstacle(
     return (
         _rank_obstacle(index, norm, kind, beside)
         or index.inexact(norm, kind)
-        or batch_norm.statistics_obstacle(beside, module, behind=layer is path[0])
+        or _statistics_obstacle(beside, module, behind=layer is path[0])
         or index.removing_obstacle(norm)
-        or batch_norm.weights_obstacle(module)
     )
 
 
@@ -97,4 +113,23 @@ def _rank_obstacle(index: GraphIndex, norm: Node, kind: type[nn.Module], layer: 
         return "the number of dimensions is unknown, or nobody checks it: trace the model with fxopt.trace"
     if rank != needed:
         return f"the values have {rank} dimensions: BatchNorm1d normalises dimension 1, not the channels of the layer"
+    return None
+
+
+def _statistics_obstacle(layer: nn.Module, norm: Any, behind: bool) -> str | None:
+    """Why `norm` is no scale and shift of the channels that `layer` gives, or takes; None if it is."""
+    kind, weight = type(norm).__name__, weight_of(layer)
+    if norm.training:
+        return f"the {kind} is in training mode: it normalises by batch statistics"
+    mean, variance = buffers_of(norm).get("running_mean"), buffers_of(norm).get("running_var")
+    if mean is None or variance is None:
+        return f"the {kind} has no running statistics: it normalises by batch statistics"
+    if norm.num_features != channels(layer, behind):
+        return f"the {kind} has {norm.num_features} features, the layer has {channels(layer, behind)}"
+    if not {"weight", "bias"} <= parameters_of(norm).keys():
+        return f"the {kind} holds its weights otherwise than as parameters"
+    for tensor in (*parameters_of(norm).values(), mean, variance):
+        if tensor is not None and (tensor.dtype != weight.dtype or tensor.device != weight.device):
+            facts = f"{tensor.dtype} on {tensor.device}, the layer {weight.dtype} on {weight.device}"
+            return f"the {kind} is {facts}"
     return None
