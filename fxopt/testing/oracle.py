@@ -132,7 +132,7 @@ class Oracle:
         failed = functools.partial(Verdict, error=math.inf, limit=self._rtol, probes=self.probes)
         if self._unstable:
             return failed(Grade.UNSTABLE, reason=self._unstable)
-        if fault := entrance_fault(self._graph, candidate, self._calls[0]):
+        if fault := entrance_fault(self._graph, candidate):
             return failed(Grade.WRONG, reason=fault)
         exact = in_float64(candidate) if float64 is None else float64
         seen, wide = self._observed(candidate, exact)
