@@ -168,8 +168,7 @@ def _keeps_last(node: Node) -> bool:
     now, then = (graph.value_of(each) for each in (node, node.all_input_nodes[0]))
     if not (isinstance(now, Tensor) and isinstance(then, Tensor) and now.ndim and then.ndim):
         return False
-    known = isinstance(now.shape[-1], int) and isinstance(then.shape[-1], int)
-    return known and now.shape[-1] == then.shape[-1] and now.dtype == then.dtype
+    return graph.alike(now.shape[-1:], then.shape[-1:]) and now.dtype == then.dtype
 
 
 def _only_describes(user: Node, value: Node) -> bool:
