@@ -138,3 +138,7 @@ class Finding:
     reason: str = ""
     measurements: dict[str, float | int] = dataclasses.field(default_factory=dict)
     refusals: tuple[tuple[str, str, str], ...] = ()
+
+
+NOTHING = Finding(Outcome.NO_OP, "nothing to rewrite")
+"""What every check but that of the effect says of a pipeline without sites."""

@@ -16,7 +16,7 @@ from fxopt.testing import compare, leaves
 from fxopt.testing.probes import not_finite
 
 from ..judging.subject import FLOOR, Subject
-from ..records import Finding, Outcome
+from ..records import NOTHING, Finding, Outcome
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
@@ -28,7 +28,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     dtype, given = subject.dtype_of(pipeline), subject.entry.given
     rewritten = subject.rewritten(pipeline, dtype)
     if not sum(rewritten.sites):
-        return Finding(Outcome.NO_OP, "nothing to rewrite")
+        return NOTHING
     oracle = subject.oracle(dtype)
     with subject.entering("run the graph"):
         try:

@@ -13,7 +13,7 @@ from fxopt.submodules import sharing_copy
 
 from ..judging.rewritten import differ
 from ..judging.subject import Subject
-from ..records import Check, Finding, Outcome
+from ..records import NOTHING, Check, Finding, Outcome
 from ..regressions.metric import BUSY
 from ..timing import Ratio, Times, in_random_order, peak_mb, ratio, seconds_of, synchronise, timing
 from ..zoo.plan import checks, members, pipelines
@@ -58,7 +58,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         subject.enter(stage)
         return Finding(Outcome.ERROR, error)
     if arm not in measured.times:
-        return Finding(Outcome.NO_OP, "nothing to rewrite")
+        return NOTHING
     baseline = CAPTURED if pipeline else EAGER
     found, same = measured.beside(arm, baseline), measured.beside(AGAIN, CAPTURED)
     values = {

@@ -20,7 +20,7 @@ from fxopt.testing import compare, leaves
 
 from ..judging.rewritten import tensors
 from ..judging.subject import Subject
-from ..records import Finding, Outcome
+from ..records import NOTHING, Finding, Outcome
 
 ROUNDING = 64
 """How many units of rounding of the largest value the sums of other kernels may be off, behind some tens of layers."""
@@ -41,7 +41,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """
     dtype = subject.dtype_of(pipeline)
     if pipeline and not sum(subject.rewritten(pipeline, dtype).sites):
-        return Finding(Outcome.NO_OP, "nothing to rewrite")
+        return NOTHING
     traced = subject.traced(dtype)
     module = subject.rewritten(pipeline, dtype).module if pipeline else traced
     origin = traced if pipeline else subject.model(dtype)
