@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from fxopt.outputs import same_bits
 from fxopt.rewriting.composition import compose
+from fxopt.rewriting.fingerprint import fingerprint
 from fxopt.rewriting.history import history
 from fxopt.rewriting.transformation import Transformation
 from fxopt.testing.round_trips import attributes, differences
@@ -74,27 +75,17 @@ def sites_of(pass_: Transformation, before: GraphModule, after: GraphModule) -> 
 
 
 def differ(before: GraphModule, after: GraphModule) -> bool:
-    """True if two graph modules differ in code, called modules, or parameters and buffers, be it in one value."""
-    if before.code != after.code or _called(before) != _called(after):
+    """True if two graph modules differ in nodes, modules, or parameters and buffers, be it in one value."""
+    if fingerprint(before) != fingerprint(after):
         return True
-    mine, its = tensors(before), tensors(after)
-    return mine.keys() != its.keys() or any(not _same(tensor, its[name]) for name, tensor in mine.items())
-
-
-def _called(module: GraphModule) -> list[tuple[str, bool]]:
-    calls = [module.get_submodule(str(n.target)) for n in module.graph.nodes if n.op == "call_module"]
-    return [(repr(call), call.training) for call in calls]
+    its = tensors(after)
+    return any(not same_bits(tensor, its[name]) for name, tensor in tensors(before).items())
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a module by name, tied ones under each of their names."""
     found = (module.named_parameters, module.named_buffers)
     return {name: tensor for named in found for name, tensor in named(remove_duplicate=False)}
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
-    facts, other = ((type(t), t.device, t.requires_grad) for t in (left, right))
-    return facts == other and same_bits(left, right)  # NaN is itself
 
 
 def _tampered(
