@@ -92,9 +92,20 @@ def _fold(index: GraphIndex, scaling: Scaling, paths: Sequence[Sequence[Node]]) 
 
 def _obstacle(index: GraphIndex, scaling: Scaling, layer: Node, path: Sequence[Node]) -> str | None:
     """Why a layer cannot scale and shift in the place of a call; None if it can."""
-    reason = layer_obstacle(index, layer) or scaling.obstacle(layer, path)
-    value = None if layer is path[0] else scaling.value
-    return reason or folding_obstacle(index, layer, path, *scaling.scale_and_shift(), value)
+    module, behind = index.module(layer), layer is path[0]
+    kind = next(kind for kind in LAYERS if isinstance(module, kind))
+    if reason := index.obstacle(layer, kind) or scaling.obstacle(layer, path):
+        return reason
+    value = None if behind else scaling.value
+    reason = scaling_obstacle(module, *scaling.scale_and_shift(), behind)
+    reason = reason or index.memory.write_between(path[0], path[-1], value)
+    if reason is None and value is not None:
+        reason = index.keeping_obstacle(layer, value)
+    first, last = (graph.dtype_of(node) for node in (path[0], path[-1]))
+    if reason is None and None not in (first, last) and first != last:
+        # A folded layer would round what is not yet centred: nothing might be left of it.
+        reason = f"{path[0].name} gives {first}, {path[-1].name} works in {last}, as in an autocast block"
+    return reason
 
 
 def layer_before(index: GraphIndex, value: Node | None, kinds: tuple[type[nn.Module], ...]) -> list[Node]:
@@ -118,41 +129,6 @@ def layers_behind(index: GraphIndex, node: Node, kinds: tuple[type[nn.Module], .
         user for user in node.users if user.op == "call_module" and isinstance(index.module(user), kinds)
     ]
     return [call for call in calls if graph.input_of(call, index.module(call)) is node]
-
-
-def layer_obstacle(index: GraphIndex, layer: Node) -> str | None:
-    """Why the layer of a call cannot be replaced by one with other weights; None if it can."""
-    kind = next(kind for kind in LAYERS if isinstance(index.module(layer), kind))
-    return index.obstacle(layer, kind)
-
-
-def folding_obstacle(
-    index: GraphIndex,
-    layer: Node,
-    path: Sequence[Node],
-    scale: Tensor,
-    shift: Tensor | None,
-    value: Node | None,
-) -> str | None:
-    """Why a scale and a shift cannot become a part of a layer; None if they can.
-
-    Args:
-        index: the graph.
-        layer: the call of a layer without a `layer_obstacle`.
-        path: that call and the one that scales and shifts, in order, with the views between.
-        scale: what `folded` takes.
-        shift: the same.
-        value: what the first of them takes, where the layer is to read that instead; None elsewhere.
-    """
-    reason = scaling_obstacle(index.module(layer), scale, shift, behind=layer is path[0])
-    reason = reason or index.memory.write_between(path[0], path[-1], value)
-    if reason is None and value is not None:
-        reason = index.keeping_obstacle(layer, value)
-    first, last = (graph.dtype_of(node) for node in (path[0], path[-1]))
-    if reason is None and None not in (first, last) and first != last:
-        # A folded layer would round what is not yet centred: nothing might be left of it.
-        reason = f"{path[0].name} gives {first}, {path[-1].name} works in {last}, as in an autocast block"
-    return reason
 
 
 def use_obstacle(node: Node, layers: Iterable[Node]) -> str | None:
