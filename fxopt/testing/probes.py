@@ -63,7 +63,7 @@ def calls_of(
     # Far beyond the limits that clamps have, and for a model that does not take such values, tamer ones.
     large = _first_taken(_large_values(given, graph, 2.0**20), twice, refuses, rtol=rtol)
     large = large or _first_taken(
-        itertools.chain(_large_values(given, graph, 64.0), _tame_values(given)), wide_run, refuses
+        itertools.chain(_large_values(given, graph, 64.0), _other_values(given, 4.0)), wide_run, refuses
     )
     broken = _first_taken(_broken_calls(given), nan_places, refuses)
     others = itertools.chain(other_sizes(given, graph), _other_values(given))
@@ -117,12 +117,6 @@ def _large_values(given: Call, graph: nn.Module | None, scale: float) -> Iterato
             yield _changed(call, scale=scale, zeros=True, bold=bold)
 
 
-def _tame_values(given: Call) -> Iterator[Call]:
-    """Calls with values that are a little larger, and integers in another order, or as they were."""
-    yield _changed(given, scale=4.0)
-    yield given.changed(lambda t: _other(t, scale=4.0) if t.is_floating_point() else t.clone(), VALUES)
-
-
 def _broken_calls(given: Call) -> Iterator[Call]:
     """Calls with NaN in the first row of each floating input: one with infinities in the next two, one without."""
     if any(isinstance(t, Tensor) and _breakable(t) for _, t in leaves([given.args, given.kwargs])):
@@ -155,10 +149,10 @@ def _nudged(tensor: Tensor) -> Tensor:
     return torch.where(tensor.abs() < 1e30, moved, tensor)
 
 
-def _other_values(given: Call) -> Iterator[Call]:
-    """Calls with the same numbers in another order; ids as they were, for a model where they stand for places."""
-    yield _changed(given)
-    yield given.changed(lambda t: _other(t) if t.is_floating_point() else t.clone(), VALUES)
+def _other_values(given: Call, scale: float = 1.0) -> Iterator[Call]:
+    """Calls with the same numbers in another order, times a scale; ids as they were, for a model where they stand for places."""
+    yield _changed(given, scale=scale)
+    yield given.changed(lambda t: _other(t, scale=scale) if t.is_floating_point() else t.clone(), VALUES)
 
 
 def _changed(given: Call, **how: Any) -> Call:
