@@ -32,6 +32,7 @@ BUSY = 0.1
 SLOWER = 0.97
 """An engine is slower than eager below this speed-up."""
 
+TITLE = "fxopt and its peers on popular models"
 INTRODUCTION = f"""\
 `{EAGER}` is the model itself in float32 under `torch.no_grad()`. Each round runs all engines in a new random order, each \
 twice, of which the second run counts. The *speed-up* is eager's time divided by the engine's in the same round: the \
@@ -91,11 +92,7 @@ def zoo(
         buffer = io.BytesIO()
         table.to_parquet(buffer, index=False)
         store.replace(file, buffer.getvalue())
-    made = (
-        f"Written by `python -m validation.bench zoo`: {run.threads} threads, {run.devices[device]}, "
-        f"torch {torch.__version__}, commit {run.commit}, {run.started:%Y-%m-%d}."
-    )
-    text = page("# fxopt and its peers on popular models", made, INTRODUCTION, *document(table))
+    text = page(f"# {TITLE}", _written_by(run, device), INTRODUCTION, *document(table))
     store.replace(out / "zoo.md", text.encode())
     typer.echo(text)
     drawn = _largest(table[~table["engine"].isin([EAGER, AGAIN])])
@@ -104,6 +101,13 @@ def zoo(
             store.replace(out / "zoo.svg", plot.drawn(drawn))
         except ModuleNotFoundError as error:
             typer.echo(f"no picture: {error.name} is not installed (the extra `peers` brings it)", err=True)
+
+
+def _written_by(run: store.Run, device: str) -> str:
+    return (
+        f"Written by `python -m validation.bench zoo`: {run.threads} threads, {run.devices[device]}, "
+        f"torch {run.torch}, commit {run.commit}, {run.started:%Y-%m-%d}."
+    )
 
 
 def _largest(table: pd.DataFrame) -> pd.DataFrame:
