@@ -58,7 +58,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
 
 def _cost(subject: Subject, pipeline: tuple[str, ...], dtype: torch.dtype) -> dict[str, float | int]:
     """The seconds that a pass takes, the shorter of two runs after a first one, and the peak of the tensors that it makes."""
-    ((_, pass_),) = subject.members(pipeline)
+    (pass_,) = subject.members(pipeline)
     *timed, measured = (sharing_copy(subject.traced(dtype)) for _ in range(3))
     with subject.entering("transform"):
         seconds = min(seconds_of(functools.partial(pass_, graph)) for graph in timed)
@@ -71,7 +71,7 @@ def _wrong_count(
     """A pass alone must rewrite as many sites as are recorded; in company it may find more or fewer."""
     recorded = subject.entry.sites.get(pipeline[0]) if len(pipeline) == 1 else None
     # A GPU has other kernels and other refusals, and only some processors have products of int8 for every size.
-    elsewhere = subject.device != "cpu" or type(subject.members(pipeline)[0][1]) is QuantizeLinears
+    elsewhere = subject.device != "cpu" or type(subject.members(pipeline)[0]) is QuantizeLinears
     if recorded is None or sites == (recorded,) or elsewhere:
         return ""
     model, (found,) = subject.entry.name, sites

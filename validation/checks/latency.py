@@ -16,7 +16,7 @@ from ..judging.subject import Subject
 from ..records import NOTHING, Check, Finding, Outcome
 from ..regressions.metric import BUSY
 from ..timing import Ratio, Times, in_random_order, peak_mb, ratio, seconds_of, synchronise, timing
-from ..zoo.plan import checks, members, pipelines
+from ..zoo.plan import checks, pipelines
 
 FEWEST, MOST = 7, 200
 """Rounds of one model go on until each interval is `NARROW`, or its seconds or the most rounds are spent."""
@@ -122,9 +122,9 @@ def _arms(subject: Subject) -> dict[str, Callable[[], Callable[[], object] | Non
 
     def rewritten(pipeline: tuple[str, ...]) -> Callable[[], object] | None:
         module = sharing_copy(subject.traced(dtype))
-        for name in members(subject.entry, pipeline, subject.passes):
+        for pass_ in subject.members(pipeline):
             subject.enter("transform")
-            module = subject.passes[name](module)
+            module = pass_(module)
         return of(module) if differ(subject.traced(dtype), module) else None
 
     timed = [

@@ -33,17 +33,16 @@ class Rewritten:
     tampered: tuple[str, ...]
 
 
-def rewrite(traced: GraphModule, passes: Sequence[tuple[str, Transformation]]) -> Rewritten:
+def rewrite(traced: GraphModule, passes: Sequence[Transformation]) -> Rewritten:
     """Apply passes to a copy of a graph, several as users do: composed."""
     module = copy.deepcopy(traced)
     # Keeps the objects of the copy, as the model of a user would: a pass may replace them, not change them.
     kept = {name: (part, _members(part)) for name, part in module.named_modules()}
     if len(passes) == 1:
-        whole = passes[0][1]
-        module = whole(module)
-        sites = [sites_of(whole, traced, module)]
+        module = passes[0](module)
+        sites = [sites_of(passes[0], traced, module)]
     else:
-        module = compose(*(pass_ for _, pass_ in passes))(module)
+        module = compose(*passes)(module)
         sites = [step.sites for step in history(module)]
     return Rewritten(module, tuple(sites), tuple(_tampered(traced, kept)))
 

@@ -106,7 +106,7 @@ def _script(case: Case, finding: Finding, subject: Subject) -> str:
     """A script that shows a failure without the harness; a sweep has hundreds."""
     if finding.outcome not in (Outcome.FAIL, Outcome.ERROR) or not subject.entry.given:
         return ""
-    passes = [pass_ for _, pass_ in subject.members(case.pipeline)]
+    passes = subject.members(case.pipeline)
     limit = subject.most_error(case.pipeline, subject.own)
     return repro.script(case, portable(finding.reason), subject.entry, passes, limit)
 
