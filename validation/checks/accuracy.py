@@ -16,7 +16,7 @@ from fxopt.testing import compare, leaves
 from fxopt.testing.probes import not_finite
 
 from ..judging.subject import FLOOR, Subject
-from ..records import NOTHING, Finding, Outcome
+from ..records import NOTHING, Finding, Outcome, one_line
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
@@ -37,7 +37,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
             if given:
                 raise
             # In other numbers, what the graph decides by may fall otherwise: nothing was compared.
-            return Finding(Outcome.REFUSED, f"in other numbers, {' '.join(str(error).split())}")
+            return Finding(Outcome.REFUSED, f"in other numbers, {one_line(error)}")
     with subject.entering("compare"):
         infinite = next(filter(None, (not_finite(each.output) for each in (*oracle.expected, *seen))), "")
         finite = Finding(Outcome.FAIL, f"{infinite} is not finite") if infinite else Finding()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
+from fxopt.errors import error_text
 from fxopt.submodules import sharing_copy
 
 from ..judging.rewritten import differ
@@ -101,7 +102,7 @@ def measure(subject: Subject) -> Measured:
             except Exception as error:  # whatever a pass makes of a model
                 if arm in (EAGER, CAPTURED, AGAIN) or isinstance(error, MemoryError | torch.OutOfMemoryError):
                     raise
-                failed[arm] = subject.stage, f"{type(error).__name__}: {error}"
+                failed[arm] = subject.stage, error_text(error)
             subject.enter(stage)
         with subject.entering("time"), torch.no_grad():
             turns = {arm: _turn(run, wait) for arm, run in runs.items()}

@@ -15,12 +15,12 @@ from torch.fx import GraphModule
 import fxopt
 from fxopt.compare import unchanged
 from fxopt.constants import Constant
-from fxopt.errors import GuardError, SaveError
+from fxopt.errors import GuardError, SaveError, error_text
 from fxopt.testing import compare, leaves
 
 from ..judging.rewritten import tensors
 from ..judging.subject import Subject
-from ..records import NOTHING, Finding, Outcome
+from ..records import NOTHING, Finding, Outcome, one_line
 
 ROUNDING = 64
 """How many units of rounding of the largest value the sums of other kernels may be off, behind some tens of layers."""
@@ -164,5 +164,4 @@ def _compare(expected: object, actual: object, limit: float = 0.0) -> None:
 
 
 def _text(error: Exception) -> str:
-    text = " ".join(str(error).split())[:300]
-    return text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
+    return one_line(error if isinstance(error, AssertionError) else error_text(error))[:300]

@@ -17,6 +17,7 @@ import fxopt
 from fxopt.errors import TraceError
 from fxopt.testing import randomise
 
+from ..records import one_line
 from .entry import Entry, Input, factory
 from .sources import Architecture
 
@@ -141,6 +142,6 @@ def capture_first(model: nn.Module, inputs: Callable[[], dict[str, Tensor]], way
         except TraceError as error:
             errors.append(error)
             continue
-        refusal = " ".join(str(errors[0]).split()) if errors else ""
+        refusal = one_line(errors[0]) if errors else ""
         return Captured(graph, way, refusal, time.process_time() - started)
     raise errors[0]
