@@ -27,7 +27,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """
     dtype, given = subject.dtype_of(pipeline), subject.entry.given
     rewritten = subject.rewritten(pipeline, dtype)
-    if not sum(rewritten.sites):
+    if not rewritten.sites:
         return NOTHING
     oracle = subject.oracle(dtype)
     with subject.entering("run the graph"):

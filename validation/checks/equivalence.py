@@ -13,7 +13,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """Compare the model, run eagerly, with its rewritten graph, in its dtype; for a pass alone, site by site as well."""
     # Some kernels are there in one dtype alone.
     if not any(
-        sum(subject.rewritten(pipeline, dtype).sites) for dtype in {subject.wide, subject.dtype_of(pipeline)}
+        subject.rewritten(pipeline, dtype).sites for dtype in {subject.wide, subject.dtype_of(pipeline)}
     ):
         return NOTHING
     finding = judge_graph(subject, lambda dtype: subject.rewritten(pipeline, dtype).module, pipeline)

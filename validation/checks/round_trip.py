@@ -14,7 +14,7 @@ from ..records import NOTHING, Finding, Outcome
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """Compare all of the graph before and after: undone by the pipeline's reverse, and by `undo`."""
     dtype, values = subject.dtype_of(pipeline), 0
-    if not sum(subject.rewritten(pipeline, dtype).sites):
+    if not subject.rewritten(pipeline, dtype).sites:
         return NOTHING
     try:
         for way, restored in subject.restored(pipeline, dtype):

@@ -40,7 +40,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     What the model cannot, or the captured graph, is not asked of what was made of it: a fact says so.
     """
     dtype = subject.dtype_of(pipeline)
-    if pipeline and not sum(subject.rewritten(pipeline, dtype).sites):
+    if pipeline and not subject.rewritten(pipeline, dtype).sites:
         return NOTHING
     traced = subject.traced(dtype)
     module = subject.rewritten(pipeline, dtype).module if pipeline else traced

@@ -25,11 +25,12 @@ Refusals = tuple[tuple[str, str, str], ...]
 class Rewritten:
     """A copy of the graph after a pipeline.
 
-    `sites` has for a pass alone, or for each of several that did something, how many it rewrote (`sites_of`). `tampered` names the tensors and modules of the graph it was made from that a pass changed.
+    `sites` is how many sites were rewritten, of a pass alone by `sites_of`. `tampered` names the tensors and modules of the
+    graph it was made from that a pass changed.
     """
 
     module: GraphModule
-    sites: tuple[int, ...]
+    sites: int
     tampered: tuple[str, ...]
 
 
@@ -40,11 +41,11 @@ def rewrite(traced: GraphModule, passes: Sequence[Transformation]) -> Rewritten:
     kept = {name: (part, _members(part)) for name, part in module.named_modules()}
     if len(passes) == 1:
         module = passes[0](module)
-        sites = [sites_of(passes[0], traced, module)]
+        sites = sites_of(passes[0], traced, module)
     else:
         module = compose(*passes)(module)
-        sites = [step.sites for step in history(module)]
-    return Rewritten(module, tuple(sites), tuple(_tampered(traced, kept)))
+        sites = sum(step.sites for step in history(module))
+    return Rewritten(module, sites, tuple(_tampered(traced, kept)))
 
 
 class Explained(NamedTuple):
