@@ -110,8 +110,9 @@ class Oracle:
             strides=strides and not unlike(again.result, self.expected[0].result, strides=True),
         )
         self._step = epsilon(self.expected[0].output)
-        self._unstable = not_repeated(again, self.expected[0], floor * self._step)
-        self._unstable = self._unstable or not_repeated(again_wide, self._truth[0], rtol)
+        self._unstable = not_repeated(again, self.expected[0], floor * self._step) or not_repeated(
+            again_wide, self._truth[0], rtol
+        )
         self._frozen = not any(parameter.requires_grad for parameter in reference.parameters())
         wanted = reference.training if gradients is None else gradients
         self._gradients = gradients_of(exact, self._wide_calls[0]) if wanted else None
