@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import fxopt
-from fxopt.compare import unchanged
+from fxopt.compare import epsilon, unchanged
 from fxopt.constants import Constant
 from fxopt.errors import GuardError, SaveError, error_text
 from fxopt.testing import compare, leaves
@@ -23,7 +23,10 @@ from ..judging.subject import Subject
 from ..records import NOTHING, Finding, Outcome, one_line
 
 ROUNDING = 64
-"""How many units of rounding of the largest value the sums of other kernels may be off, behind some tens of layers."""
+"""How many units of rounding of the largest value the sums of other kernels may be off, behind some tens of layers.
+
+The unit is that of the narrowest dtype that a module computes in.
+"""
 
 Inputs = Mapping[str, Tensor]
 Way = Callable[[nn.Module, Inputs], nn.Module]
@@ -52,9 +55,8 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
                 actual = subject.run(way(module, subject.inputs(dtype)), dtype)
                 # What torch makes of a graph may return other containers of the same.
                 if name in TORCH:
-                    _compare(
-                        dict(leaves(expected)), dict(leaves(actual)), ROUNDING * _rounding(module, dtype)
-                    )
+                    unit = max(torch.finfo(dtype).eps, epsilon([*tensors(module).values()]))
+                    _compare(dict(leaves(expected)), dict(leaves(actual)), ROUNDING * unit)
                 else:
                     _compare(expected, actual)
             except MemoryError:
@@ -137,12 +139,6 @@ def _exported(module: nn.Module, inputs: Inputs) -> nn.Module:
         names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
         inputs = {name: inputs[name] for name in names if name in inputs}
     return torch.export.export(module, (), dict(inputs), strict=False).module()
-
-
-def _rounding(module: nn.Module, dtype: torch.dtype) -> float:
-    """The unit of rounding of the narrowest dtype that a module computes in."""
-    dtypes = {tensor.dtype for tensor in tensors(module).values() if tensor.is_floating_point()}
-    return max(torch.finfo(each).eps for each in {dtype, *dtypes})
 
 
 TORCH: dict[str, Way] = {"compile": _compiled, "export": _exported}
