@@ -9,7 +9,7 @@ from collections import Counter
 import torch
 from torch.fx import GraphModule
 
-from fxopt.kernels import PACKED
+from fxopt.kernels import PackedLayer
 from fxopt.passes.quantize_linears import QuantizeLinears
 from fxopt.submodules import sharing_copy
 
@@ -18,8 +18,6 @@ from ..judging.subject import Subject
 from ..records import Finding, Outcome
 from ..regressions.metric import KERNELS
 from ..timing import peak_mb, seconds_of
-
-_PACKED = tuple(PACKED.values())
 
 PLACES, MOST_PLACES = "places", 200
 """The fact that lists the sites of a pass with their modules and lines, and the most that it lists."""
@@ -36,7 +34,8 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     found = subject.explained(pipeline, dtype) if alone else Explained()
     if found.places:
         subject.facts[PLACES] = json.dumps(found.places[:MOST_PLACES])
-    if kernels := sorted({str(m.kernel) for m in rewritten.module.modules() if isinstance(m, _PACKED)}):
+    packed = (part for part in rewritten.module.modules() if isinstance(part, PackedLayer))
+    if kernels := sorted({part.kernel for part in packed}):
         subject.facts[KERNELS] = ", ".join(kernels)
     measurements: dict[str, float | int] = {
         "sites": rewritten.sites,
