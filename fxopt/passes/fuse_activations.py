@@ -85,7 +85,7 @@ def _formula(index: GraphIndex, node: Node) -> Formula | None:
     """The formula that ends in a node and is an activation, of the latest value that it is an activation of."""
     inside, border = list[Node](), {node}
     while len(inside) < _MOST:
-        last = max(border, key=index.position.__getitem__)
+        last = max(border)
         if not _is_step(index, last):
             return None
         inside.append(last)
