@@ -60,7 +60,9 @@ def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
                 f"{where}{name}: {first_difference(*two)}" for name, *two in seen if two[0] != two[1]
             ]
         if other is not None and path != RECORD:  # which names the graph module itself
-            problems += (f"{place} differs" for place in differences(path, attributes(module), attributes(other)))
+            problems += (
+                f"{place} differs" for place in differences(path, attributes(module), attributes(other))
+            )
     if _ties(before) != _ties(after):
         problems.append(f"ties: {first_difference(_ties(before), _ties(after))}")
     if problems:

@@ -64,9 +64,7 @@ def _cost(subject: Subject, pipeline: tuple[str, ...], dtype: torch.dtype) -> di
         return {"apply_seconds": seconds, "apply_memory_mb": peak_mb(lambda: pass_(measured), subject.device)}
 
 
-def _wrong_count(
-    subject: Subject, pipeline: tuple[str, ...], sites: int, refusals: Refusals
-) -> str:
+def _wrong_count(subject: Subject, pipeline: tuple[str, ...], sites: int, refusals: Refusals) -> str:
     """A pass alone must rewrite as many sites as are recorded; in company it may find more or fewer."""
     recorded = subject.entry.sites.get(pipeline[0]) if len(pipeline) == 1 else None
     # A GPU has other kernels and other refusals, and only some processors have products of int8 for every size.

@@ -20,9 +20,7 @@ STATUS = {
 """The exit statuses that pytest's become, with what to say; the others stay."""
 
 
-_LINES = (
-    f"--{name} " + f"{how.get('metavar', '')}  {how['help']}".strip() for name, how in OPTIONS.items()
-)
+_LINES = (f"--{name} " + f"{how.get('metavar', '')}  {how['help']}".strip() for name, how in OPTIONS.items())
 HELP = "\n\n".join(["Options of the run:", *_LINES])
 _WITH_VALUE = "|".join(f"--fx-{name}" for name, how in OPTIONS.items() if "const" not in how)
 

@@ -88,9 +88,7 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for named in found for name, tensor in named(remove_duplicate=False)}
 
 
-def _tampered(
-    traced: GraphModule, kept: Mapping[str, tuple[nn.Module, dict[str, object]]]
-) -> Iterator[str]:
+def _tampered(traced: GraphModule, kept: Mapping[str, tuple[nn.Module, dict[str, object]]]) -> Iterator[str]:
     """Name what differs between the modules and tensors of the graph and those of its copy, which a pipeline has had."""
     for name, (module, members) in kept.items():
         origin = traced.get_submodule(name)
