@@ -16,7 +16,7 @@ from fxopt.rewriting.fingerprint import fingerprint
 from fxopt.rewriting.history import history
 from fxopt.rewriting.transformation import Transformation
 from fxopt.testing.round_trips import attributes, differences
-from fxopt.torch_internals import buffers_of, modules_of, parameters_of
+from fxopt.torch_internals import REGISTRIES, buffers_of, modules_of, parameters_of
 
 Refusals = tuple[tuple[str, str, str], ...]
 
@@ -91,16 +91,19 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
 def _tampered(traced: GraphModule, kept: Mapping[str, tuple[nn.Module, dict[str, object]]]) -> Iterator[str]:
     """Name what differs between the modules and tensors of the graph and those of its copy, which a pipeline has had."""
     for name, (module, members) in kept.items():
-        origin = traced.get_submodule(name)
+        origin, now = traced.get_submodule(name), _members(module)
+        yield from differences(name, _members(origin), members)
         if isinstance(module, GraphModule) or type(module) is nn.Module:
-            # The containers are the graph module's own; what they held is not.
-            yield from differences(name, _members(origin), members)
-            continue
-        yield from differences(name, attributes(origin), attributes(module))
-        now = _members(module)
-        yield from (f"{name}.{key}" for key, member in members.items() if now.get(key) is not member)
+            continue  # the containers are the graph module's own
+        yield from differences(name, *map(_options, (origin, module)))
+        yield from (f"{name}.{key}" for key in members | now if members.get(key) is not now.get(key))
 
 
 def _members(module: nn.Module) -> dict[str, object]:
     """The parameters, buffers and modules that a module itself holds."""
     return {**parameters_of(module), **buffers_of(module), **modules_of(module)}
+
+
+def _options(module: nn.Module) -> dict[str, object]:
+    """All else that a module has."""
+    return {key: value for key, value in attributes(module).items() if key not in REGISTRIES[:3]}
