@@ -146,4 +146,4 @@ class Finding:
 
 
 NOTHING = Finding(Outcome.NO_OP, "nothing to rewrite")
-"""What every check but that of the effect says of a pipeline without sites."""
+"""The finding of every check, but for that of the effect, for a pipeline without sites."""

@@ -56,18 +56,17 @@ class FoldBatchNorms(Folding):
     """The layers that each kind of normalization is folded into."""
 
     def scalings(self, index: GraphIndex) -> Iterator[Scaling]:
-        """Yield the normalizations; they go where nothing else needs them."""
+        """Yield the normalizations; they go with their last call."""
         for kind, layers in self.layers.items():
             for norm in index.calls_like(kind):
                 module = index.module(norm)
-                needed = len(index.call_sites(module)) > 1 or not index.removable(norm)
                 yield Scaling(
                     norm,
                     graph.input_of(norm, module),
                     layers,
                     functools.partial(scale_and_shift, module),
                     functools.partial(_obstacle, index, norm, kind),
-                    {str(norm.target): module if needed else None},
+                    {str(norm.target): None if index.removable(norm) else module},
                 )
 
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Fold]) -> bool:

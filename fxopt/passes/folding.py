@@ -62,6 +62,8 @@ class Folding(ReversibleRewrite[Fold]):
     def apply(self, rewriter: Rewriter, site: Fold) -> tuple[Node, ...]:
         """Put fused layers in the place of the old ones, and drop what scaled and shifted."""
         module, scale, shift, sources = rewriter.graph_module, site.scale, site.shift, site.sources
+        if len(rewriter.graph.find_nodes(op="call_module", target=str(site.node.target))) > 1:
+            sources = {path: submodules.find(module, path) for path in sources}  # for the other calls
         paths = [str(call.target) for call in site.layers]
         before = {path: submodules.find(module, path) for path in (*paths, *sources)}
         fused = {path: folded(before[path], scale, shift, site.behind) for path in paths}
