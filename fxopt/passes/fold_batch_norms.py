@@ -95,12 +95,15 @@ def _obstacle(
     module, beside = index.module(norm), index.module(layer)
     if graph.input_of(norm, module) is None:
         return "it does not take one value alone"
-    return (
+    reason = (
         _rank_obstacle(index, norm, kind, beside)
         or index.inexact(norm, kind)
         or _statistics_obstacle(beside, module, behind=layer is path[0])
         or index.removing_obstacle(norm)
     )
+    if reason is None and not {"weight", "bias"} <= parameters_of(module).keys():
+        reason = f"the {kind.__name__} holds its weights otherwise than as parameters"
+    return reason
 
 
 def _rank_obstacle(index: GraphIndex, norm: Node, kind: type[nn.Module], layer: nn.Module) -> str | None:
@@ -125,8 +128,6 @@ def _statistics_obstacle(layer: nn.Module, norm: Any, behind: bool) -> str | Non
         return f"the {kind} has no running statistics: it normalises by batch statistics"
     if norm.num_features != channels(layer, behind):
         return f"the {kind} has {norm.num_features} features, the layer has {channels(layer, behind)}"
-    if not {"weight", "bias"} <= parameters_of(norm).keys():
-        return f"the {kind} holds its weights otherwise than as parameters"
     for tensor in (*parameters_of(norm).values(), mean, variance):
         if tensor is not None and (tensor.dtype != weight.dtype or tensor.device != weight.device):
             facts = f"{tensor.dtype} on {tensor.device}, the layer {weight.dtype} on {weight.device}"
