@@ -11,6 +11,7 @@ import importlib
 import re
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,62 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "fxopt",
         f"validation of fxopt over a zoo of models: with any of these, or `--pyargs {HARNESS}`, its cases are run",
     )
-    group.addoption(
-        "--fx-zoo",
-        metavar="FILE",
-        help="the zoo file, or `transformers`: a small model of each architecture; default: "
-        "model_zoo.yaml of this repository",
-    )
-    group.addoption("--fx-device", action="append", help="cpu or cuda, repeatable; default: all there are")
-    group.addoption(
-        "--fx-pass",
-        action="append",
-        help="only pipelines with this pass, repeatable: its name, or mypackage.passes.MyPass",
-    )
-    group.addoption(
-        "--fx-pipeline",
-        action="append",
-        help="only this pipeline, repeatable: a name in the zoo, all, exact, or passes joined by +",
-    )
-    group.addoption("--fx-tag", action="append", help="only models with this tag, repeatable")
-    group.addoption("--fx-model", action="append", help="only the model of this name, repeatable")
-    group.addoption(
-        "--fx-part", type=_part, metavar="K/N", help="of the sorted models each Nth, from the Kth on"
-    )
-    group.addoption(
-        "--fx-peer",
-        choices=["torch.export"],
-        help="run it beside fxopt on the same models and inputs, where the zoo is `transformers`",
-    )
-    group.addoption("--fx-timeout", type=_seconds, help="seconds that a case may take; default: the zoo's")
-    group.addoption(
-        "--fx-timing",
-        type=_seconds,
-        metavar="SECONDS",
-        help="how long all that is timed of one model may take turns at most; default: 8",
-    )
-    group.addoption(
-        "--fx-engine",
-        choices=["ray"],
-        help="run the cases on a Ray cluster; default: processes of this machine",
-    )
-    group.addoption(
-        "--fx-address",
-        metavar="HOST:PORT",
-        help="of the Ray cluster, or `auto`; default: one is started here",
-    )
-    group.addoption(
-        "--fx-resume",
-        action="store_const",
-        const=True,
-        help="go on with the newest run that was cut, of the same commit, versions and plan, if there is one",
-    )
-    group.addoption(
-        "--fx-report-dir",
-        type=_folder,
-        metavar="FOLDER",
-        help="latest/ and history/ are written here; default: reports/ of this repository",
-    )
+    for name, how in OPTIONS.items():
+        group.addoption(f"--fx-{name}", **how)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # pytest-xdist reads `-n` here
@@ -130,3 +77,57 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return seconds
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "zoo": {
+        "metavar": "FILE",
+        "help": "the zoo file, or `transformers`: a small model of each architecture; default: "
+        "model_zoo.yaml of this repository",
+    },
+    "device": {"action": "append", "help": "cpu or cuda, repeatable; default: all there are"},
+    "pass": {
+        "action": "append",
+        "help": "only pipelines with this pass, repeatable: its name, or mypackage.passes.MyPass",
+    },
+    "pipeline": {
+        "action": "append",
+        "help": "only this pipeline, repeatable: a name in the zoo, all, exact, or passes joined by +",
+    },
+    "tag": {"action": "append", "help": "only models with this tag, repeatable"},
+    "model": {"action": "append", "help": "only the model of this name, repeatable"},
+    "part": {
+        "type": _part,
+        "metavar": "K/N",
+        "help": "of the sorted models each Nth, from the Kth on",
+    },
+    "peer": {
+        "choices": ["torch.export"],
+        "help": "run it beside fxopt on the same models and inputs, where the zoo is `transformers`",
+    },
+    "timeout": {"type": _seconds, "help": "seconds that a case may take; default: the zoo's"},
+    "timing": {
+        "type": _seconds,
+        "metavar": "SECONDS",
+        "help": "how long all that is timed of one model may take turns at most; default: 8",
+    },
+    "engine": {
+        "choices": ["ray"],
+        "help": "run the cases on a Ray cluster; default: processes of this machine",
+    },
+    "address": {
+        "metavar": "HOST:PORT",
+        "help": "of the Ray cluster, or `auto`; default: one is started here",
+    },
+    "resume": {
+        "action": "store_const",
+        "const": True,
+        "help": "go on with the newest run that was cut, of the same commit, versions and plan, if there is one",
+    },
+    "report-dir": {
+        "type": _folder,
+        "metavar": "FOLDER",
+        "help": "latest/ and history/ are written here; default: reports/ of this repository",
+    },
+}
+"""The options of the harness, without their prefix `--fx-`."""

@@ -304,8 +304,8 @@ EDITS = {
         "set_attributes as a value",
     ),
     "a function of a pass that gives a generator": (
-        call("fxopt.passes.folding.each_layer_once", {"tuple": []}),
-        "each_layer_once, which is neither",
+        call("fxopt.passes.merging._groups", {"tuple": []}),
+        "_groups, which is neither",
     ),
     "getattr": (call("builtins.getattr", {"node": "x"}, "__class__"), "the path '__class__'"),
     "getattr that Python normalizes": (

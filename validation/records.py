@@ -80,6 +80,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def one_line(text: object) -> str:
+    """A text, such as that of an error, on one line."""
+    return " ".join(str(text).split())
+
+
 AGAIN = "fxopt validate --model {model} -k {case}"
 """The command that runs one case alone: no id is a part of another one of the same model."""
 
@@ -138,3 +143,7 @@ class Finding:
     reason: str = ""
     measurements: dict[str, float | int] = dataclasses.field(default_factory=dict)
     refusals: tuple[tuple[str, str, str], ...] = ()
+
+
+NOTHING = Finding(Outcome.NO_OP, "nothing to rewrite")
+"""The finding of every check, but for that of the effect, for a pipeline without sites."""

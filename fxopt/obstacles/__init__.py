@@ -2,7 +2,7 @@
 
 | file | the question |
 |---|---|
-| `scaling`, `foldable`, `batch_norm` | can a layer scale and shift its channels, too? |
+| `scaling`, `foldable` | can a layer scale and shift its channels, too? |
 | `parameter_constants` | is this constant made of weights and numbers alone? |
 | `slicing` | may this value become a slice of a larger tensor? |
 | `rounding` | does what follows keep a small error small? |

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import Node
@@ -14,40 +15,97 @@ from fxopt.graph_index import GraphIndex
 from fxopt.obstacles.scaling import LAYERS, scaling_obstacle
 from fxopt.operators import Fact, facts_of, name_of
 
-F = TypeVar("F")
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """A call that scales and shifts each channel.
+
+    Attributes:
+        node: the call.
+        value: what it scales; None where no layer before counts, and the call stays and does less.
+        kinds: the types of the layers that may scale and shift instead.
+        scale_and_shift: gives the factor of each channel, or one for all, and the summands that follow, None for none.
+        obstacle: gives the reason why a layer cannot scale and shift instead. It takes the call of the layer, and the nodes
+            between both calls, these included.
+        sources: what is to stand at the paths that scale and shift come from; None for nothing.
+    """
+
+    node: Node
+    value: Node | None
+    kinds: tuple[type[nn.Module], ...]
+    scale_and_shift: Callable[[], tuple[Tensor, Tensor | None]]
+    obstacle: Callable[[Node, Sequence[Node]], str | None]
+    sources: Mapping[str, Any]
 
 
-def folds(
-    index: GraphIndex,
-    node: Node,
-    value: Node | None,
-    kinds: tuple[type[nn.Module], ...],
-    obstacle: Callable[[Node, Sequence[Node]], str | None],
-    fold: Callable[[Sequence[Node], bool], F],
-    into_behind: bool = True,
-) -> Iterator[F | str]:
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """A call that scales and shifts, and the layers that take that over.
+
+    Attributes:
+        layers: the calls of the layers.
+        node: the call that scales and shifts.
+        behind: whether it is behind the layer, and not before them.
+        scale: the factor of each channel, or one for all.
+        shift: the summand that follows, likewise; None for none.
+        operand: which input of the call takes its place, counted in `all_input_nodes`, as other folds may put others there; None
+            where the call stays, and does less.
+        sources: as in `Scaling`.
+    """
+
+    layers: tuple[Node, ...]
+    node: Node
+    behind: bool
+    scale: Tensor
+    shift: Tensor | None
+    operand: int | None
+    sources: Mapping[str, Any]
+
+
+def folds(index: GraphIndex, scaling: Scaling, into_behind: bool) -> Iterator[Fold | str]:
     """The folds of a call that scales and shifts, the better one first, and the reasons why there are no others.
 
     Args:
         index: the graph.
-        node: the call.
-        value: what it takes; None where no layer before counts.
-        kinds: the types of the layers.
-        obstacle: gives the reason why a layer cannot scale and shift instead. It takes the call of the layer, and the nodes
-            between both calls, these included.
-        fold: makes a fold, of the calls of the layers, and whether `node` is behind them.
-        into_behind: whether layers behind `node` count, too.
+        scaling: the call.
+        into_behind: whether layers behind the call count, too.
     """
-    if before := layer_before(index, value, kinds):
-        path = [*before, node]
-        uses = (use_obstacle(one, [other]) for one, other in itertools.pairwise(path))
-        reason = next(filter(None, uses), None) or obstacle(path[0], path)
-        yield reason or fold(path[:1], True)
-    behind = layers_behind(index, node, kinds) if into_behind else []
+    node = scaling.node
+    if before := layer_before(index, scaling.value, scaling.kinds):
+        yield _fold(index, scaling, [[*before, node]])
+    behind = layers_behind(index, node, scaling.kinds) if into_behind else []
     if behind:
-        reasons = (obstacle(layer, [node, layer]) for layer in behind)
-        reason = use_obstacle(node, behind) or next(filter(None, reasons), None)
-        yield reason or fold(behind, False)
+        yield _fold(index, scaling, [[node, layer] for layer in behind])
+
+
+def _fold(index: GraphIndex, scaling: Scaling, paths: Sequence[Sequence[Node]]) -> Fold | str:
+    """The fold into the layers at the other ends of some paths from or to a call, or why there is none."""
+    node, behind = scaling.node, paths[0][-1] is scaling.node
+    layers = tuple(path[0 if behind else -1] for path in paths)
+    links = graph.grouped(link for path in paths for link in itertools.pairwise(path))
+    uses = (use_obstacle(*link) for link in links.items())
+    others = (_obstacle(index, scaling, *each) for each in zip(layers, paths, strict=True))
+    reason = next(filter(None, itertools.chain(uses, others)), None)
+    operand = None if scaling.value is None else node.all_input_nodes.index(scaling.value)
+    return reason or Fold(layers, node, behind, *scaling.scale_and_shift(), operand, scaling.sources)
+
+
+def _obstacle(index: GraphIndex, scaling: Scaling, layer: Node, path: Sequence[Node]) -> str | None:
+    """Why a layer cannot scale and shift in the place of a call; None if it can."""
+    module, behind = index.module(layer), layer is path[0]
+    kind = next(kind for kind in LAYERS if isinstance(module, kind))
+    if reason := index.obstacle(layer, kind) or scaling.obstacle(layer, path):
+        return reason
+    value = None if behind else scaling.value
+    reason = scaling_obstacle(module, *scaling.scale_and_shift(), behind)
+    reason = reason or index.memory.write_between(path[0], path[-1], value)
+    if reason is None and value is not None:
+        reason = index.keeping_obstacle(layer, value)
+    first, last = (graph.dtype_of(node) for node in (path[0], path[-1]))
+    if reason is None and None not in (first, last) and first != last:
+        # A folded layer would round what is not yet centred: nothing might be left of it.
+        reason = f"{path[0].name} gives {first}, {path[-1].name} works in {last}, as in an autocast block"
+    return reason
 
 
 def layer_before(index: GraphIndex, value: Node | None, kinds: tuple[type[nn.Module], ...]) -> list[Node]:
@@ -73,41 +131,6 @@ def layers_behind(index: GraphIndex, node: Node, kinds: tuple[type[nn.Module], .
     return [call for call in calls if graph.input_of(call, index.module(call)) is node]
 
 
-def layer_obstacle(index: GraphIndex, layer: Node) -> str | None:
-    """Why the layer of a call cannot be replaced by one with other weights; None if it can."""
-    kind = next(kind for kind in LAYERS if isinstance(index.module(layer), kind))
-    return index.obstacle(layer, kind)
-
-
-def folding_obstacle(
-    index: GraphIndex,
-    layer: Node,
-    path: Sequence[Node],
-    scale: Tensor,
-    shift: Tensor | None,
-    value: Node | None = None,
-) -> str | None:
-    """Why a scale and a shift cannot become a part of a layer; None if they can.
-
-    Args:
-        index: the graph.
-        layer: the call of a layer without a `layer_obstacle`.
-        path: that call and the one that scales and shifts, in order, with the views between.
-        scale: what `folded` takes.
-        shift: the same.
-        value: what the first of them takes, where the layer is to read that instead.
-    """
-    reason = scaling_obstacle(index.module(layer), scale, shift, behind=layer is path[0])
-    reason = reason or index.memory.write_between(path[0], path[-1], value)
-    if reason is None and value is not None:
-        reason = index.keeping_obstacle(layer, value)
-    first, last = (graph.dtype_of(node) for node in (path[0], path[-1]))
-    if reason is None and None not in (first, last) and first != last:
-        # A folded layer would round what is not yet centred: nothing might be left of it.
-        reason = f"{path[0].name} gives {first}, {path[-1].name} works in {last}, as in an autocast block"
-    return reason
-
-
 def use_obstacle(node: Node, layers: Iterable[Node]) -> str | None:
     """Name a user of `node` that is none of `layers`, and takes more than its shape or dtype; None if there is none."""
     describing = (user for user in node.users if _only_describes(user, node))
@@ -121,8 +144,7 @@ def _keeps_last(node: Node) -> bool:
     now, then = (graph.value_of(each) for each in (node, node.all_input_nodes[0]))
     if not (isinstance(now, Tensor) and isinstance(then, Tensor) and now.ndim and then.ndim):
         return False
-    known = isinstance(now.shape[-1], int) and isinstance(then.shape[-1], int)
-    return known and now.shape[-1] == then.shape[-1] and now.dtype == then.dtype
+    return graph.alike(now.shape[-1:], then.shape[-1:]) and now.dtype == then.dtype
 
 
 def _only_describes(user: Node, value: Node) -> bool:

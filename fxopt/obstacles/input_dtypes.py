@@ -15,7 +15,7 @@ from fxopt.graph_index import GraphIndex
 from fxopt.operators import facts_of
 
 # The precision of either may be that of the other: `abs`, `torch.fft.fft`.
-_RELATED = ({"floating", "complex"},)
+_RELATED = {"floating", "complex"}
 CASTS = ("to", "float", "double", "half", "bfloat16")
 """Methods that give back their tensor where it has the dtype already."""
 
@@ -23,7 +23,7 @@ CASTS = ("to", "float", "double", "half", "bfloat16")
 def input_of_any_dtype(index: GraphIndex, node: Node) -> Node | None:
     """An input that gives `node` its dtype, and may have another one in a later call; None if there is none."""
     kind = dtype_kind(graph.value_of(node).dtype)
-    kinds = next((several for several in _RELATED if kind in several), {kind})
+    kinds = _RELATED if kind in _RELATED else {kind}
 
     def sources(each: Node) -> list[Node]:
         return [] if _names_dtype(each) or _has_one_dtype(index, each) else each.all_input_nodes

@@ -55,7 +55,7 @@ def regions(index: GraphIndex, convs: Collection[Node]) -> Iterator[Region]:
                     own = part + own
                 members.update(dict.fromkeys(own, own))
     for nodes in {id(part): part for part in members.values()}.values():
-        ordered = sorted(nodes, key=index.position.__getitem__)
+        ordered = sorted(nodes)
         borders = (
             (
                 node,
@@ -98,8 +98,7 @@ def region_obstacle(index: GraphIndex, region: Region) -> str | None:
         twins = [other for other, _ in region.borders if other is not node and roots[node] & roots[other]]
         if twins and index.memory.is_returned(node):
             return f"{node.name} and {twins[0].name} may share memory that the graph returns"
-        first = min(map(index.position.__getitem__, users))
-        late = [writer for writer in index.memory.writers(node) if index.position[writer] >= first]
+        late = [writer for writer in index.memory.writers(node) if writer >= min(users)]
         # In another layout of the inputs, what reshapes gives copies in the place of views, which no write reaches.
         copies = any(_may_copy(index, alias) for alias in index.memory.aliases(node) if alias not in inside)
         for writer in late:
@@ -132,15 +131,14 @@ def _roots(index: GraphIndex, region: Region) -> dict[Node, set[Node]]:
 
 def _is_seen_on_the_other_side(index: GraphIndex, region: Region, value: Node, writer: Node) -> bool:
     """Tell whether `writer` writes into the value and a later node reads its copy, or the other way round."""
-    position = index.position
-    first = {node: min(map(position.__getitem__, users)) for node, users in region.borders}
+    first = {node: min(users) for node, users in region.borders}
     inside = {*region.nodes}
     for alias in index.memory.aliases(value):
-        if alias not in inside and position[alias] < first[value]:
+        if alias not in inside and alias < first[value]:
             return True  # it was there before the copy
         for user in alias.users:
-            if position[user] > position[writer]:
-                is_copied = user not in inside and first.get(alias, 0) <= position[writer]
+            if user > writer:
+                is_copied = user not in inside and first.get(alias, writer) <= writer
                 if is_copied != (writer not in inside):
                     return True
     return False

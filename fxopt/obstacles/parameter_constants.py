@@ -15,15 +15,12 @@ from fxopt.torch_internals import backward_hooks_of
 
 def _readers(index: GraphIndex, tensor: Tensor) -> list[Node]:
     """The nodes that take a tensor, under whatever name."""
-    module = index.graph_module
-    reads = [
-        n for n in index.nodes if n.op == "get_attr" and submodules.find(module, str(n.target)) is tensor
-    ]
-    calls = [n for n in index.nodes if n.op == "call_module"]
-    calls = [
-        n for n in calls if any(each is tensor for each in module.get_submodule(str(n.target)).parameters())
-    ]
-    return [*calls, *(user for read in reads for user in read.users)]
+    readers = list[Node]()
+    for node in (n for n in index.nodes if n.op in ("call_module", "get_attr")):
+        held = submodules.tensors_of({"": submodules.find(index.graph_module, str(node.target))})
+        if any(each is tensor for _, each in held):
+            readers += [node] if node.op == "call_module" else node.users
+    return readers
 
 
 def parts_of(constant: Node | float) -> list[Node]:

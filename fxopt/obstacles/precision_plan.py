@@ -182,10 +182,7 @@ class Planner:
         if node.op == "call_module":
             module = self.index.module(node)
             return not operators.is_torch_module(module) or isinstance(module, _LAYERS_WITHOUT)
-        values = (node, *node.all_input_nodes)
-        if any(graph.holds(value, lambda t: t.is_complex()) for value in values):
-            return True
-        if any(graph.holds(value, lambda t: t.layout != torch.strided) for value in values):
+        if any(graph.holds(value, _is_unusual) for value in (node, *node.all_input_nodes)):
             return True
         name = str(node.target) if node.op == "call_method" else graph.function_name(node)
         if name in _NO_LOWER_KERNEL or operators.reads_bits(node):
@@ -265,6 +262,11 @@ def _is_parameter(index: GraphIndex, path: str) -> bool:
 
 def _has_float32(module: nn.Module) -> bool:
     return any(parameter.dtype == torch.float32 for parameter in module.parameters())
+
+
+def _is_unusual(tensor: Tensor) -> bool:
+    """Tell whether a tensor is complex, or lies in memory otherwise than by strides."""
+    return tensor.is_complex() or tensor.layout != torch.strided
 
 
 def _is_float32(node: Node) -> bool:

@@ -84,15 +84,14 @@ def scaling_obstacle(layer: nn.Module, scale: Tensor, shift: Tensor | None, behi
     limits, largest = torch.finfo(weight.dtype), _largest_of_channels(layer, behind).to(scale.dtype)
     factors = scale.abs()
     sizes = largest * factors
-    least, most = (size.item() for size in sizes.aminmax())
     added = shifted = 0.0 if shift is None else shift.abs().max().item()
     if bias is not None:
         added += bias.detach().abs().max().item() * (factors.max().item() if behind else 1)
     if not behind:
         added += largest.max().item() * shifted * weight[0].numel()
-    if not (most <= limits.max and added <= limits.max):  # nan is not, either
+    if not (sizes.max().item() <= limits.max and added <= limits.max):  # nan is not, either
         return f"the folded weights are perhaps not finite in {weight.dtype}"
-    if least < limits.tiny and ((sizes > 0) & (sizes < limits.tiny)).any():
+    if ((sizes > 0) & (sizes < limits.tiny)).any():
         return f"the folded weights are too small for {weight.dtype}"
     return None
 

@@ -23,6 +23,7 @@ from fxopt.engines import AUTO, TORCH, Unfit, engines_for, reason_of, with_engin
 from fxopt.errors import FxoptError, GuardError
 from fxopt.float64 import run_in_float64
 from fxopt.kernels import PackedLayer
+from fxopt.obstacles.foldable import Fold
 from fxopt.optimizing.inputs import Dims, Inputs, dynamic_shapes, text_of
 from fxopt.optimizing.lowering import Lowered, function_of, lowered
 from fxopt.optimizing.report import GraphReport
@@ -35,7 +36,6 @@ from fxopt.passes.eliminate_dead_code import EliminateDeadCode
 from fxopt.passes.fold_batch_norms import FoldBatchNorms
 from fxopt.passes.fold_constants import FoldConstants
 from fxopt.passes.fold_padding import FoldPadding
-from fxopt.passes.folding import Fold
 from fxopt.passes.fuse_activations import FuseActivations
 from fxopt.passes.fuse_attention import FuseAttention
 from fxopt.passes.fuse_epilogues import FuseEpilogues

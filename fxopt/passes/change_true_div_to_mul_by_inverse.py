@@ -13,7 +13,8 @@ from torch.fx import GraphModule, Node
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
-from fxopt.obstacles.rounding import Rounding
+from fxopt.obstacles.rounding import is_floating, obstacle_behind
+from fxopt.operators import name_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
@@ -24,8 +25,8 @@ class ChangeTrueDivToMulByInverse(ReversibleRewrite[Node]):
     """Replaces `x / c` by `x * (1 / c)`, where `c` is a constant of the graph.
 
     Where `c` is a power of two, the result is the same bit for bit. Elsewhere it differs by at most one unit
-    in the last place more than a division does. Such a division is rewritten only where `x` is known to be a
-    floating tensor and where nothing but operators that keep a small error small follows, before a layer, a
+    in the last place more than a division does. Such a division is rewritten only where the metadata of the trace says
+    that `x` is a floating tensor, and where nothing but operators that keep a small error small follows, before a layer, a
     product, a softmax or a normalization mixes it with other values: no rounding, no comparison (49 / 49 is 1,
     49 * (1 / 49) is less), no pole. Undoing brings back the very same `c` from the record.
     Undo it before the graph is traced again: a product in a new trace tells nothing of what it was, so that
@@ -48,11 +49,10 @@ class ChangeTrueDivToMulByInverse(ReversibleRewrite[Node]):
     def match(self, graph_module: GraphModule) -> Iterator[Node | Refusal]:
         """Yield the divisions by a constant."""
         index = GraphIndex(graph_module)
-        rounding = Rounding(index)
-        for node in filter(_is_division, index.nodes):
+        for node in [each for each in index.nodes if _is_division(index, each)]:
             numerator, denominator = _operands(node)
             if isinstance(numerator, Node):
-                reason = _obstacle(numerator, denominator) or _inexact(rounding, node, numerator, denominator)
+                reason = _obstacle(numerator, denominator) or _inexact(index, node, numerator, denominator)
                 yield Refusal(node, reason) if reason else node
 
     def apply(self, rewriter: Rewriter, site: Node) -> Node:
@@ -63,15 +63,12 @@ class ChangeTrueDivToMulByInverse(ReversibleRewrite[Node]):
         return site
 
 
-def _is_division(node: Node) -> bool:
-    if node.op == "call_method":
-        named = node.target in ("div", "divide", "true_divide", "__truediv__")
-    else:
-        named = node.op == "call_function" and node.target in _DIVISIONS
+def _is_division(index: GraphIndex, node: Node) -> bool:
+    named = name_of(node) in _DIVISIONS and not index.memory.writes(node)
     return named and len(node.args) + len(node.kwargs) == 2 and set(node.kwargs) <= {"other"}
 
 
-_DIVISIONS = (operator.truediv, torch.div, torch.divide, torch.true_divide)
+_DIVISIONS = ("div", "divide", "truediv", "true_divide")
 
 
 def _operands(node: Node) -> tuple[Any, Any]:
@@ -99,12 +96,12 @@ def _obstacle(numerator: Node, denominator: object) -> str | None:
     return None
 
 
-def _inexact(rounding: Rounding, node: Node, numerator: Node, denominator: int | float) -> str | None:
+def _inexact(index: GraphIndex, node: Node, numerator: Node, denominator: int | float) -> str | None:
     """Why the inverse, which is not exact unless the denominator is a power of two, is not good enough."""
     if math.frexp(abs(denominator))[0] == 0.5:
         return None
-    if rounding.is_floating(numerator):
-        reason = rounding.obstacle_behind(node)
+    if is_floating(numerator):
+        reason = obstacle_behind(index, node)
     else:
         reason = f"{numerator.name} is not known to be a floating tensor (a graph of fxopt.trace has dtypes)"
     return f"1 / {denominator} is not exact, and {reason}" if reason else None

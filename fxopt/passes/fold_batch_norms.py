@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
-from fxopt.obstacles import batch_norm
-from fxopt.obstacles.foldable import folding_obstacle, folds, layer_obstacle
-from fxopt.passes.folding import Fold, Folding, each_layer_once
-from fxopt.rewriting.explanation import Refusal
-from fxopt.submodules import module_at
+from fxopt.obstacles.foldable import Fold, Scaling
+from fxopt.obstacles.scaling import channels, wide_dtype
+from fxopt.passes.folding import Folding
+from fxopt.submodules import weight_of
+from fxopt.torch_internals import buffers_of, parameters_of
 
 Kinds = tuple[type[nn.Module], ...]
 
@@ -54,60 +55,55 @@ class FoldBatchNorms(Folding):
     }
     """The layers that each kind of normalization is folded into."""
 
-    into_behind: ClassVar[bool] = True
-    """Try layers behind a normalization, too."""
-
-    def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
-        """Yield the normalizations with the layers to fold them into, each layer at most once."""
-        index = GraphIndex(graph_module)
-        return each_layer_once(
-            (norm, self._folds(index, norm, kind, layers))
-            for kind, layers in self.layers.items()
-            for norm in index.calls_like(kind)
-        )
+    def scalings(self, index: GraphIndex) -> Iterator[Scaling]:
+        """Yield the normalizations; they go with their last call."""
+        for kind, layers in self.layers.items():
+            for norm in index.calls_like(kind):
+                module = index.module(norm)
+                yield Scaling(
+                    norm,
+                    graph.input_of(norm, module),
+                    layers,
+                    functools.partial(scale_and_shift, module),
+                    functools.partial(_obstacle, index, norm, kind),
+                    {str(norm.target): None if index.removable(norm) else module},
+                )
 
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Fold]) -> bool:
-        """Tell whether a normalization is left, which may follow one that was folded, or come before it."""
-        calls = graph_module.graph.find_nodes(op="call_module", sort=False)
-        return any(
-            isinstance(module_at(graph_module, str(call.target)), tuple(self.layers)) for call in calls
-        )
+        """A normalization may follow one that was folded, or come before it."""
+        return True
 
-    def _folds(
-        self, index: GraphIndex, norm: Node, kind: type[nn.Module], layers: Kinds
-    ) -> Iterator[Fold | str]:
-        value, fold = graph.input_of(norm, index.module(norm)), functools.partial(_fold, index, norm)
-        obstacle = functools.partial(_obstacle, index, norm, kind, value)
-        return folds(index, norm, value, layers, obstacle, fold, self.into_behind and value is not None)
+
+def scale_and_shift(norm: Any) -> tuple[Tensor, Tensor]:
+    """The vectors `a`, `b` with `norm(x) = a * x + b`, in a wide dtype."""
+    weight, bias = parameters_of(norm)["weight"], parameters_of(norm)["bias"]
+    mean, variance = buffers_of(norm)["running_mean"], buffers_of(norm)["running_var"]
+    assert mean is not None
+    assert variance is not None
+    wide = wide_dtype(mean)
+    scale = torch.rsqrt(variance.to(wide) + norm.eps)
+    if weight is not None:
+        scale = scale * weight.detach().to(wide)
+    shift = -mean.to(wide) * scale
+    return scale, shift if bias is None else shift + bias.detach().to(wide)
 
 
 def _obstacle(
-    index: GraphIndex,
-    norm: Node,
-    kind: type[nn.Module],
-    value: Node | None,
-    layer: Node,
-    path: Sequence[Node],
+    index: GraphIndex, norm: Node, kind: type[nn.Module], layer: Node, path: Sequence[Node]
 ) -> str | None:
     """Why a normalization cannot become a part of a layer; None if it can."""
-    module, beside, behind = index.module(norm), index.module(layer), layer is path[0]
-    return (
+    module, beside = index.module(norm), index.module(layer)
+    if graph.input_of(norm, module) is None:
+        return "it does not take one value alone"
+    reason = (
         _rank_obstacle(index, norm, kind, beside)
-        or layer_obstacle(index, layer)
         or index.inexact(norm, kind)
-        or batch_norm.statistics_obstacle(beside, module, behind)
+        or _statistics_obstacle(beside, module, behind=layer is path[0])
         or index.removing_obstacle(norm)
-        or batch_norm.weights_obstacle(module)
-        or folding_obstacle(
-            index, layer, path, *batch_norm.scale_and_shift(module), None if behind else value
-        )
     )
-
-
-def _fold(index: GraphIndex, norm: Node, layers: Sequence[Node], behind: bool) -> Fold:
-    module = index.module(norm)
-    sources, removable = {str(norm.target): module}, index.removable(norm)
-    return Fold((*layers,), norm, behind, *batch_norm.scale_and_shift(module), 0, sources, removable)
+    if reason is None and not {"weight", "bias"} <= parameters_of(module).keys():
+        reason = f"the {kind.__name__} holds its weights otherwise than as parameters"
+    return reason
 
 
 def _rank_obstacle(index: GraphIndex, norm: Node, kind: type[nn.Module], layer: nn.Module) -> str | None:
@@ -119,4 +115,21 @@ def _rank_obstacle(index: GraphIndex, norm: Node, kind: type[nn.Module], layer: 
         return "the number of dimensions is unknown, or nobody checks it: trace the model with fxopt.trace"
     if rank != needed:
         return f"the values have {rank} dimensions: BatchNorm1d normalises dimension 1, not the channels of the layer"
+    return None
+
+
+def _statistics_obstacle(layer: nn.Module, norm: Any, behind: bool) -> str | None:
+    """Why `norm` is no scale and shift of the channels that `layer` gives, or takes; None if it is."""
+    kind, weight = type(norm).__name__, weight_of(layer)
+    if norm.training:
+        return f"the {kind} is in training mode: it normalises by batch statistics"
+    mean, variance = buffers_of(norm).get("running_mean"), buffers_of(norm).get("running_var")
+    if mean is None or variance is None:
+        return f"the {kind} has no running statistics: it normalises by batch statistics"
+    if norm.num_features != channels(layer, behind):
+        return f"the {kind} has {norm.num_features} features, the layer has {channels(layer, behind)}"
+    for tensor in (*parameters_of(norm).values(), mean, variance):
+        if tensor is not None and (tensor.dtype != weight.dtype or tensor.device != weight.device):
+            facts = f"{tensor.dtype} on {tensor.device}, the layer {weight.dtype} on {weight.device}"
+            return f"the {kind} is {facts}"
     return None

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from fxopt import graph, submodules
 from fxopt.graph_index import GraphIndex
-from fxopt.obstacles.foldable import folding_obstacle, folds, layer_obstacle
+from fxopt.obstacles.foldable import Scaling
 from fxopt.obstacles.scaling import wide_dtype
-from fxopt.passes.folding import Fold, Folding, each_layer_once
-from fxopt.rewriting.explanation import Refusal
+from fxopt.passes.folding import Folding
 from fxopt.torch_internals import parameters_of
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)
@@ -40,29 +39,22 @@ class FoldNormWeights(Folding):
         RMSNorm((4,), eps=None, elementwise_affine=False)
     """
 
-    def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
-        """Yield the normalizations before linear layers."""
-        index = GraphIndex(graph_module)
-        return each_layer_once(
-            (node, _folds(index, node, kind))
-            for kind in NORMS
-            for node in index.calls_like(kind)
-            if getattr(index.module(node), "weight", None) is not None
-        )
-
-
-def _folds(index: GraphIndex, node: Node, kind: type[nn.Module]) -> Iterator[Fold | str]:
-    obstacle, fold = functools.partial(_obstacle, index, node, kind), functools.partial(_fold, index, node)
-    return folds(index, node, None, (nn.Linear,), obstacle, fold)
-
-
-def _fold(index: GraphIndex, node: Node, layers: Sequence[Node], behind: bool) -> Fold:
-    """The layers take over, and the normalization stays without its weight."""
-    norm = index.module(node)
-    bare: Any = submodules.without_tensors(norm)
-    bare.elementwise_affine = False
-    sources = {str(node.target): bare}
-    return Fold((*layers,), node, behind, *_weight_and_bias(norm), operand=None, sources=sources)
+    def scalings(self, index: GraphIndex) -> Iterator[Scaling]:
+        """Yield the normalizations with a weight, which stay without it."""
+        for kind in NORMS:
+            for node in index.calls_like(kind):
+                norm = index.module(node)
+                if getattr(norm, "weight", None) is not None:
+                    bare: Any = submodules.without_tensors(norm)
+                    bare.elementwise_affine = False
+                    yield Scaling(
+                        node,
+                        value=None,
+                        kinds=(nn.Linear,),
+                        scale_and_shift=functools.partial(_weight_and_bias, norm),
+                        obstacle=functools.partial(_obstacle, index, node, kind),
+                        sources={str(node.target): bare},
+                    )
 
 
 def _weight_and_bias(norm: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -81,8 +73,6 @@ def _obstacle(
         return reason or "it does not take one value alone"
     if len(norm.normalized_shape) != 1:
         return f"it normalises the last {len(norm.normalized_shape)} dimensions together"
-    if reason := layer_obstacle(index, layer):
-        return reason
     weight = submodules.weight_of(index.module(layer))
     if weight.shape[1:] != norm.weight.shape:
         return (
@@ -90,4 +80,4 @@ def _obstacle(
         )
     if (weight.dtype, weight.device) != (norm.weight.dtype, norm.weight.device):
         return f"its weight is {norm.weight.dtype} on {norm.weight.device}, that of {layer.name} {weight.dtype} on {weight.device}"
-    return folding_obstacle(index, layer, path, *_weight_and_bias(norm))
+    return None

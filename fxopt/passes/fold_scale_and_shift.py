@@ -12,12 +12,11 @@ from torch.fx import GraphModule, Node
 from fxopt import graph, submodules
 from fxopt.constants import computed_constant, is_changing
 from fxopt.graph_index import GraphIndex
-from fxopt.obstacles.foldable import folding_obstacle, folds, layer_obstacle
+from fxopt.obstacles.foldable import Fold, Scaling
 from fxopt.obstacles.parameter_constants import constant_obstacle, parts_of
 from fxopt.obstacles.scaling import LAYERS, channel_dimension, channels, wide_dtype
 from fxopt.operators import name_of
-from fxopt.passes.folding import Fold, Folding, each_layer_once
-from fxopt.rewriting.explanation import Refusal
+from fxopt.passes.folding import Folding
 
 ScaleAndShift = tuple[Tensor, Tensor | None]
 
@@ -51,18 +50,24 @@ class FoldScaleAndShift(Folding):
             return linear
     """
 
-    def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
-        """Yield the multiplications and additions with the layers to fold them into, each layer at most once."""
-        index = GraphIndex(graph_module)
-        return each_layer_once(
-            (node, _folds(index, node, *operands))
-            for node in index.nodes
-            if (operands := _operands(node)) is not None
-        )
+    def scalings(self, index: GraphIndex) -> Iterator[Scaling]:
+        """Yield the multiplications and additions; what their constants are made of stays."""
+        for node in index.nodes:
+            if (operands := _operands(node)) is not None:
+                value, constant = operands
+                paths = [str(part.target) for part in parts_of(constant) if part.op == "get_attr"]
+                yield Scaling(
+                    node,
+                    value,
+                    LAYERS,
+                    functools.partial(_scale_and_shift, index, node, constant),
+                    functools.partial(_obstacle, index, node, value, constant),
+                    {path: submodules.attribute(index.graph_module, path) for path in paths},
+                )
 
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Fold]) -> bool:
-        """Tell whether something may follow what was folded, or come before it."""
-        return bool(sites)
+        """Something may follow what was folded, or come before it."""
+        return True
 
 
 _OPERATORS: dict[str, Callable[[Tensor, bool], ScaleAndShift]] = {
@@ -80,8 +85,9 @@ def _difference(constant: Tensor, first: bool) -> ScaleAndShift:
     return (-one, constant) if first else (one, -constant)
 
 
-def _scale_and_shift(node: Node, constant: Tensor) -> ScaleAndShift:
-    return _OPERATORS[name_of(node)](constant.to(wide_dtype(constant)), not is_changing(node.args[0]))
+def _scale_and_shift(index: GraphIndex, node: Node, constant: Node | float) -> ScaleAndShift:
+    values = _constant(index, constant).flatten()
+    return _OPERATORS[name_of(node)](values.to(wide_dtype(values)), not is_changing(node.args[0]))
 
 
 def _operands(node: Node) -> tuple[Node, Node | float] | None:
@@ -96,24 +102,9 @@ def _operands(node: Node) -> tuple[Node, Node | float] | None:
     return None
 
 
-def _constant(graph_module: GraphModule, constant: Node | float) -> Tensor:
-    value = computed_constant(graph_module, constant, {}) if isinstance(constant, Node) else constant
+def _constant(index: GraphIndex, constant: Node | float) -> Tensor:
+    value = computed_constant(index.graph_module, constant, {}) if isinstance(constant, Node) else constant
     return value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-
-
-def _folds(index: GraphIndex, node: Node, value: Node, constant: Node | float) -> Iterator[Fold | str]:
-    obstacle = functools.partial(_obstacle, index, node, value, constant)
-    return folds(index, node, value, LAYERS, obstacle, functools.partial(_fold, index, node, value, constant))
-
-
-def _fold(
-    index: GraphIndex, node: Node, value: Node, constant: Node | float, layers: Sequence[Node], behind: bool
-) -> Fold:
-    module = index.graph_module
-    paths = [str(part.target) for part in parts_of(constant) if part.op == "get_attr"]
-    sources = {path: submodules.attribute(module, path) for path in paths}  # they stay
-    found = _scale_and_shift(node, _constant(module, constant).flatten())
-    return Fold((*layers,), node, behind, *found, node.all_input_nodes.index(value), sources)
 
 
 def _obstacle(
@@ -126,22 +117,18 @@ def _obstacle(
 ) -> str | None:
     """Why an operator cannot become a part of a layer; None if it can."""
     behind = layer is path[0]
-    reason = layer_obstacle(index, layer)
-    if reason is None and index.memory.writes(node):
-        reason = f"{node.name} writes into what it takes"
-    reason = reason or constant_obstacle(index, parts_of(constant), node)
-    if reason:
+    if index.memory.writes(node):
+        return f"{node.name} writes into what it takes"
+    if reason := constant_obstacle(index, parts_of(constant), node):
         return reason
-    module, found = index.module(layer), _constant(index.graph_module, constant)
+    module, found = index.module(layer), _constant(index, constant)
     weight = module.get_parameter("weight")
     number = not found.ndim and found.dtype == torch.float64  # which takes the dtype of the layer
     if not number and (found.dtype, found.device) != (weight.dtype, weight.device):
         return f"the constant is {found.dtype} on {found.device}, the layer {weight.dtype} on {weight.device}"
     if not behind and graph.dtype_of(value) != weight.dtype:
         return f"{value.name} is not known to be {weight.dtype}, which the layer is"
-    reason = _shape_obstacle(module, found, value, behind, checked=index.guard is not None)
-    scale, shift = _scale_and_shift(node, found.flatten())
-    return reason or folding_obstacle(index, layer, path, scale, shift, None if behind else value)
+    return _shape_obstacle(module, found, value, behind, checked=index.guard is not None)
 
 
 def _shape_obstacle(

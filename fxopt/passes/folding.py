@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from fxopt import submodules
 from fxopt.errors import UndoError
+from fxopt.graph_index import GraphIndex
+from fxopt.obstacles.foldable import Fold, Scaling, folds
 from fxopt.obstacles.scaling import folded
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
@@ -22,34 +25,8 @@ from fxopt.torch_internals import parameters_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Fold:
-    """A call that scales and shifts, and the layers that take that over.
-
-    Attributes:
-        layers: the calls of the layers.
-        node: the call that scales and shifts.
-        behind: whether it is behind the layer, and not before them.
-        scale: the factor of each channel, or one for all.
-        shift: the summand that follows, likewise; None for none.
-        operand: which input of the call takes its place, counted in `all_input_nodes`, as other folds may put others there; None
-            where the call stays, and does less.
-        sources: what is to stand at the paths that scale and shift come from.
-        removable: whether the module that the call calls goes, when nothing else calls that any more.
-    """
-
-    layers: tuple[Node, ...]
-    node: Node
-    behind: bool
-    scale: Tensor
-    shift: Tensor | None
-    operand: int | None
-    sources: Mapping[str, Any]
-    removable: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class Folding(ReversibleRewrite[Fold]):
-    """A pass that folds scales and shifts into layers; its `match` says which.
+    """A pass that folds scales and shifts into layers; its `scalings` are the calls that scale and shift.
 
     Args:
         reversible: `False` keeps no copies; then the pass cannot be undone.
@@ -59,12 +36,34 @@ class Folding(ReversibleRewrite[Fold]):
 
     preserves_computation = True
 
+    into_behind: ClassVar[bool] = True
+    """Try layers behind the calls, too."""
+
+    @abc.abstractmethod
+    def scalings(self, index: GraphIndex) -> Iterator[Scaling]:
+        """Yield the calls that scale and shift."""
+
+    def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
+        """Yield the calls that scale and shift with the layers to fold them into, each layer at most once."""
+        index, taken = GraphIndex(graph_module), set[Node]()
+        for scaling in self.scalings(index):
+            reasons = list[str]()
+            for found in folds(index, scaling, self.into_behind):
+                if isinstance(found, str):
+                    reasons.append(found)
+                elif taken.isdisjoint(found.layers):
+                    taken.update(found.layers)
+                    yield found
+                    break
+            else:
+                if reasons:
+                    yield Refusal(scaling.node, "; ".join(dict.fromkeys(reasons)))
+
     def apply(self, rewriter: Rewriter, site: Fold) -> tuple[Node, ...]:
         """Put fused layers in the place of the old ones, and drop what scaled and shifted."""
-        module, scale, shift, sources = rewriter.graph_module, site.scale, site.shift, dict(site.sources)
-        calls = rewriter.graph.find_nodes(op="call_module", target=str(site.node.target))
-        if site.removable and calls == [site.node]:
-            sources[str(site.node.target)] = None
+        module, scale, shift, sources = rewriter.graph_module, site.scale, site.shift, site.sources
+        if len(rewriter.graph.find_nodes(op="call_module", target=str(site.node.target))) > 1:
+            sources = {path: submodules.find(module, path) for path in sources}  # for the other calls
         paths = [str(call.target) for call in site.layers]
         before = {path: submodules.find(module, path) for path in (*paths, *sources)}
         fused = {path: folded(before[path], scale, shift, site.behind) for path in paths}
@@ -85,27 +84,6 @@ class Folding(ReversibleRewrite[Fold]):
             rewriter.replace_uses(site.node, value)
             _erase(rewriter, site.node, value)
         return site.layers
-
-
-def each_layer_once(candidates: Iterable[tuple[Node, Iterable[Fold | str]]]) -> Iterator[Fold | Refusal]:
-    """Yield the first fold of each node into layers that no other one has taken; a refusal where there are only reasons.
-
-    Args:
-        candidates: the nodes that scale and shift, each with its folds, or the reasons against them.
-    """
-    taken = set[Node]()
-    for node, folds in candidates:
-        reasons = list[str]()
-        for found in folds:
-            if isinstance(found, str):
-                reasons.append(found)
-            elif taken.isdisjoint(found.layers):
-                taken.update(found.layers)
-                yield found
-                break
-        else:
-            if reasons:
-                yield Refusal(node, "; ".join(dict.fromkeys(reasons)))
 
 
 def _between(site: Fold, value: Node | None) -> list[Node]:

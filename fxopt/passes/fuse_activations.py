@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,11 +25,7 @@ _ARITHMETIC = (
     *("add", "sub", "rsub", "mul", "div", "truediv", "neg", "pow", "square", "exp", "erf"),
     *("tanh", "sigmoid", "softplus", "relu6", "hardtanh", "clamp"),
 )
-_LAYERS: Mapping[type[nn.Module], Callable[..., Any]] = {
-    nn.Sigmoid: torch.sigmoid,
-    nn.Tanh: torch.tanh,
-    nn.ReLU6: nn.functional.relu6,
-}
+_LAYERS = (nn.Sigmoid, nn.Tanh, nn.ReLU6)
 _MOST = 12  # nodes of one formula
 _OTHER = 1e-3  # how much another number differs
 
@@ -89,8 +85,8 @@ def _formula(index: GraphIndex, node: Node) -> Formula | None:
     """The formula that ends in a node and is an activation, of the latest value that it is an activation of."""
     inside, border = list[Node](), {node}
     while len(inside) < _MOST:
-        last = max(border, key=index.position.__getitem__)
-        if _function(index, last) is None:
+        last = max(border)
+        if not _is_step(index, last):
             return None
         inside.append(last)
         border = (border | {*last.all_input_nodes}) - {last}
@@ -104,16 +100,12 @@ def _formula(index: GraphIndex, node: Node) -> Formula | None:
     return None
 
 
-def _function(index: GraphIndex, node: Node) -> Callable[..., Any] | None:
-    """The function that a node of a formula computes; None for other nodes."""
+def _is_step(index: GraphIndex, node: Node) -> bool:
+    """Tell whether a node may be a step of a formula."""
     if node.op == "call_module":
         module = index.module(node)
-        plain = len(node.args) == 1 and not hooks_of(module)
-        return _LAYERS.get(type(module)) if plain else None
-    if node.op not in ("call_function", "call_method") or name_of(node) not in _ARITHMETIC:
-        return None
-    function: Any = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target
-    return cast("Callable[..., Any]", function)
+        return type(module) in _LAYERS and len(node.args) == 1 and not hooks_of(module)
+    return node.op in ("call_function", "call_method") and name_of(node) in _ARITHMETIC
 
 
 def _is_alike(root: Node, node: Node) -> bool:
@@ -138,10 +130,8 @@ def _activation(index: GraphIndex, root: Node, inside: Sequence[Node]) -> Activa
             return each + _OTHER * (each or 1) if len(seen) - 1 == change else each
 
         for node in reversed(inside):
-            function, arguments = _function(index, node), map_aggregate((node.args, node.kwargs), given)
-            assert function is not None
-            args, kwargs = cast(Any, arguments)
-            known[node] = function(*args, **kwargs)
+            args, kwargs = map_aggregate((node.args, node.kwargs), given)
+            known[node] = graph.called_with(node, index.called(node), args, kwargs)
         return cast(Tensor, known[inside[0]])
 
     try:

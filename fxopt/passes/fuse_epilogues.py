@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
-from fxopt.kernels import PACKED, PackedLinear, fuses_epilogues
+from fxopt.kernels import PackedLayer, PackedLinear, fuses_epilogues
 from fxopt.operators import name_of
 from fxopt.packed_operators import IN_PLACE
 from fxopt.packing import activation_of
@@ -50,8 +50,7 @@ class FuseEpilogues(ReversibleRewrite[Epilogue]):
     def match(self, graph_module: GraphModule) -> Iterator[Epilogue | Refusal]:
         """Yield the activations and additions behind packed layers."""
         index, taken = GraphIndex(graph_module), set[Node]()
-        calls = [call for kind in PACKED.values() for call in index.calls_like(kind)]
-        for call in sorted(calls, key=index.position.__getitem__, reverse=True):
+        for call in reversed(index.calls_like(PackedLayer)):
             for user in call.users:
                 keywords = _keywords(index, call, user)
                 written = index.memory.written_by(user)
@@ -102,4 +101,4 @@ def _added(call: Node, user: Node) -> Node | None:
     mine, its = graph.value_of(call), graph.value_of(other)
     if not isinstance(mine, Tensor) or not isinstance(its, Tensor) or mine.dtype != its.dtype:
         return None
-    return other if [*map(str, mine.shape)] == [*map(str, its.shape)] else None
+    return other if graph.alike(mine.shape, its.shape) else None

@@ -16,6 +16,7 @@ from fxopt.operators import name_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
+from fxopt.rewriting.spelling import call_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +53,10 @@ class RemoveRepeatedHeads(ReversibleRewrite[RepeatedHeads]):
         """Yield the calls whose keys and values both have repeated heads."""
         index = GraphIndex(graph_module)
         for node in index.nodes:
-            if name_of(node) != "scaled_dot_product_attention" or node.op != "call_function":
+            call = call_of(node) if name_of(node) == "scaled_dot_product_attention" else None
+            if call is None:
                 continue
-            query, key, value = (_argument(node, position) for position in range(3))
+            query, key, value = (call.arguments.get(name) for name in ("query", "key", "value"))
             keys, values = _repeating(key), _repeating(value)
             if not keys or not values:
                 continue
@@ -72,12 +74,6 @@ class RemoveRepeatedHeads(ReversibleRewrite[RepeatedHeads]):
             if not step.users:
                 rewriter.erase(step)
         return node
-
-
-def _argument(node: Node, position: int) -> Any:
-    """The queries, the keys or the values."""
-    name = ("query", "key", "value")[position]
-    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
 
 
 def _repeating(node: Any) -> tuple[Node, ...]:

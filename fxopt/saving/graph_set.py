@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from fxopt.errors import GuardError
-from fxopt.kernels import PACKED, kernels_for, plain_layer
+from fxopt.kernels import PackedLayer, kernels_for, plain_layer
 from fxopt.tuning import fastest
 
 Call = tuple[int, tuple[str, ...]]
@@ -50,7 +50,7 @@ class GraphSet(nn.Module):
 
     def choose_kernels(self) -> None:
         """Give packed layers the kernels that are the fastest on this machine, for the inputs that they were packed for."""
-        packed: Any = (layer for layer in self.modules() if isinstance(layer, tuple(PACKED.values())))
+        packed: Any = (layer for layer in self.modules() if isinstance(layer, PackedLayer))
         for layer in packed if self.tune else ():
             plain = plain_layer(layer)
             kernels, exact = kernels_for(plain, rounding=True), kernels_for(plain)

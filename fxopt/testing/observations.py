@@ -130,15 +130,6 @@ def observe(module: nn.Module, calls: list[Call]) -> list[Observation]:
     return seen
 
 
-def raised(module: nn.Module, call: Call) -> Exception | None:
-    """The error that a module raises, if it does."""
-    try:
-        observe(module, [call])
-    except Exception as error:  # whatever it is
-        return error
-    return None
-
-
 def _state(weight: Tensor) -> tuple[int, int]:
     """The writes into a weight, and its bits: what is written through `.data` is no write; a copy would take as much memory."""
     return 0 if weight.is_inference() else version_of(weight), checksum(weight)

@@ -110,8 +110,9 @@ class Oracle:
             strides=strides and not unlike(again.result, self.expected[0].result, strides=True),
         )
         self._step = epsilon(self.expected[0].output)
-        self._unstable = not_repeated(again, self.expected[0], floor * self._step)
-        self._unstable = self._unstable or not_repeated(again_wide, self._truth[0], rtol)
+        self._unstable = not_repeated(again, self.expected[0], floor * self._step) or not_repeated(
+            again_wide, self._truth[0], rtol
+        )
         self._frozen = not any(parameter.requires_grad for parameter in reference.parameters())
         wanted = reference.training if gradients is None else gradients
         self._gradients = gradients_of(exact, self._wide_calls[0]) if wanted else None
@@ -132,7 +133,7 @@ class Oracle:
         failed = functools.partial(Verdict, error=math.inf, limit=self._rtol, probes=self.probes)
         if self._unstable:
             return failed(Grade.UNSTABLE, reason=self._unstable)
-        if fault := entrance_fault(self._graph, candidate, self._calls[0]):
+        if fault := entrance_fault(self._graph, candidate):
             return failed(Grade.WRONG, reason=fault)
         exact = in_float64(candidate) if float64 is None else float64
         seen, wide = self._observed(candidate, exact)

@@ -60,7 +60,9 @@ def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
                 f"{where}{name}: {first_difference(*two)}" for name, *two in seen if two[0] != two[1]
             ]
         if other is not None and path != RECORD:  # which names the graph module itself
-            problems += (f"{place} differs" for place in _differences(path, _held(module), _held(other)))
+            problems += (
+                f"{place} differs" for place in differences(path, attributes(module), attributes(other))
+            )
     if _ties(before) != _ties(after):
         problems.append(f"ties: {first_difference(_ties(before), _ties(after))}")
     if problems:
@@ -78,7 +80,7 @@ def _described(gm: GraphModule) -> list[tuple[str, str, object]]:
     ]
 
 
-def _held(module: nn.Module) -> dict[str, Any]:
+def attributes(module: nn.Module) -> dict[str, Any]:
     """All that a module has, but for caches: the private attributes of a graph module are some, which a run fills."""
     is_graph = isinstance(module, GraphModule)
     caches = _OF_EVERY_GRAPH_MODULE if is_graph else _CACHES
@@ -96,7 +98,7 @@ _OF_EVERY_GRAPH_MODULE = frozenset(vars(GraphModule(nn.Module(), Graph())))
 _CACHES = {"_packed", COMPILED}
 
 
-def _differences(place: str, left: Any, right: Any) -> Iterator[str]:
+def differences(place: str, left: Any, right: Any) -> Iterator[str]:
     """The places at which a value and its deep copy differ."""
     one, other = _parts(left), _parts(right)
     if _kind(left) is not _kind(right):
@@ -104,7 +106,7 @@ def _differences(place: str, left: Any, right: Any) -> Iterator[str]:
     elif one is not None and other is not None:
         for key in {**one, **other}:
             values = one.get(key, _ABSENT), other.get(key, _ABSENT)
-            yield from _differences(f"{place}.{key}".lstrip("."), *values)
+            yield from differences(f"{place}.{key}".lstrip("."), *values)
         if one.keys() == other.keys() and [*one] != [*other]:
             yield f"the order of {place}"
     elif isinstance(left, Tensor):

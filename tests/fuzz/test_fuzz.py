@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 import fxopt
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import Memory
-from fxopt.obstacles import batch_norm
-from fxopt.passes import available, merging
+from fxopt.passes import available, fold_batch_norms, merging
 from fxopt.rewriting import composition, history, undoing
 from tests.fuzz import motifs, oracles, plans, reduction
 from tests.fuzz.__main__ import example
@@ -101,7 +100,7 @@ def backwards(self):
     POST_INIT(self)
 
 
-SCALE_AND_SHIFT, MERGED = batch_norm.scale_and_shift, merging._merged
+SCALE_AND_SHIFT, MERGED = fold_batch_norms.scale_and_shift, merging._merged
 UNDO_STEPS, POST_INIT = undoing.undo_steps, composition.Composition.__post_init__
 
 
@@ -111,7 +110,7 @@ UNDO_STEPS, POST_INIT = undoing.undo_steps, composition.Composition.__post_init_
     [
         (Memory, "write_between", blind_to_writes, "rewritten outputs"),
         (merging, "_merged", misplaced, "rewritten outputs"),
-        (batch_norm, "scale_and_shift", unscaled, "rewritten outputs"),
+        (fold_batch_norms, "scale_and_shift", unscaled, "rewritten outputs"),
         (GraphIndex, "call_sites", lambda self, module: [None], ""),
         (merging, "_merged", misplaced, "verify"),
         (composition.Composition, "__post_init__", backwards, "composition"),

@@ -19,7 +19,6 @@ HALVES = {
     "obstacles/precision_plan.py": "passes/change_precision.py",
     "functional.py": "passes/make_layers.py",
     "obstacles/rounding.py": "passes/change_true_div_to_mul_by_inverse.py",
-    "obstacles/batch_norm.py": "passes/fold_batch_norms.py",
     "obstacles/parametrized.py": "passes/fold_constants.py",
     "obstacles/parameter_constants.py": "passes/fold_scale_and_shift.py",
     **dict.fromkeys(

@@ -122,15 +122,14 @@ class Workload:
         )
 
 
-def workload(name: str, batch: int = 0, device: str = "cpu") -> Workload:
+def workload(name: str, device: str = "cpu") -> Workload:
     """The model of this name of the zoo with its inputs, the same in every process."""
     entry = zoo()[name]
     model = entry.make().to(device)
-    made = entry.inputs(model, batch or entry.said.get("batch", 1))
-    inputs = with_tensors(made, lambda tensor: tensor.to(device))
-    return (
-        decoding(Workload(model, inputs, name)) if entry.said.get("step") else Workload(model, inputs, name)
-    )
+    given = entry.inputs(model, entry.said.get("batch", 1))
+    inputs = with_tensors(given, lambda tensor: tensor.to(device))
+    made = Workload(model, inputs, name)
+    return decoding(made) if entry.said.get("step") else made
 
 
 def named(text: str, known: Mapping[str, Any] | tuple[str, ...], what: str = "model") -> list[str]:

@@ -18,17 +18,21 @@ from fxopt.engines import ENGINES
 
 from .. import store
 from ..records import counted
-from ..report.markdown import escape, pipes
+from ..report.markdown import escape, page, pipes
 from ..timing import cores
-from . import machine, models, plot, rows
+from . import models, plot, rows
 from .engines import AGAIN, EAGER, PRECISIONS
 
 _VERSIONS = ("torch", "transformers", "onnxruntime", "openvino")
 
 KEYS = ["model", "precision", "threads", "machine"]
+BUSY = 0.1
+"""A machine is idle while all other processes together use less than this part of one core."""
+
 SLOWER = 0.97
 """An engine is slower than eager below this speed-up."""
 
+TITLE = "fxopt and its peers on popular models"
 INTRODUCTION = f"""\
 `{EAGER}` is the model itself in float32 under `torch.no_grad()`. Each round runs all engines in a new random order, each \
 twice, of which the second run counts. The *speed-up* is eager's time divided by the engine's in the same round: the \
@@ -88,13 +92,22 @@ def zoo(
         buffer = io.BytesIO()
         table.to_parquet(buffer, index=False)
         store.replace(file, buffer.getvalue())
-    machine.write("zoo", out, "fxopt and its peers on popular models", INTRODUCTION, *document(table))
+    text = page(f"# {TITLE}", _written_by(run, device), INTRODUCTION, *document(table))
+    store.replace(out / "zoo.md", text.encode())
+    typer.echo(text)
     drawn = _largest(table[~table["engine"].isin([EAGER, AGAIN])])
     if len(drawn):
         try:
             store.replace(out / "zoo.svg", plot.drawn(drawn))
         except ModuleNotFoundError as error:
             typer.echo(f"no picture: {error.name} is not installed (the extra `peers` brings it)", err=True)
+
+
+def _written_by(run: store.Run, device: str) -> str:
+    return (
+        f"Written by `python -m validation.bench zoo`: {run.threads} threads, {run.devices[device]}, "
+        f"torch {run.torch}, commit {run.commit}, {run.started:%Y-%m-%d}."
+    )
 
 
 def _largest(table: pd.DataFrame) -> pd.DataFrame:
@@ -163,7 +176,7 @@ def means(table: pd.DataFrame, label: str) -> pd.DataFrame:
 def _line(model: str, own: pd.DataFrame) -> dict[str, str]:
     """The line of a model: the speed-up of each engine, and what `fxopt.optimize` takes."""
     ran = own[own["reason"] == ""]
-    mark = " ⚠️" if ran["busy"].max() > machine.BUSY else ""
+    mark = " ⚠️" if ran["busy"].max() > BUSY else ""
     unseen = ", unseen" if own["unseen"].any() else ""
     cells = {"model": f"{model}{unseen}{mark}"}
     for median in ran.loc[ran["engine"] == EAGER, "median_ms"]:

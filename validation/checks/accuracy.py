@@ -16,7 +16,7 @@ from fxopt.testing import compare, leaves
 from fxopt.testing.probes import not_finite
 
 from ..judging.subject import FLOOR, Subject
-from ..records import Finding, Outcome
+from ..records import NOTHING, Finding, Outcome, one_line
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
@@ -27,8 +27,8 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """
     dtype, given = subject.dtype_of(pipeline), subject.entry.given
     rewritten = subject.rewritten(pipeline, dtype)
-    if not sum(rewritten.sites):
-        return Finding(Outcome.NO_OP, "nothing to rewrite")
+    if not rewritten.sites:
+        return NOTHING
     oracle = subject.oracle(dtype)
     with subject.entering("run the graph"):
         try:
@@ -37,7 +37,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
             if given:
                 raise
             # In other numbers, what the graph decides by may fall otherwise: nothing was compared.
-            return Finding(Outcome.REFUSED, f"in other numbers, {' '.join(str(error).split())}")
+            return Finding(Outcome.REFUSED, f"in other numbers, {one_line(error)}")
     with subject.entering("compare"):
         infinite = next(filter(None, (not_finite(each.output) for each in (*oracle.expected, *seen))), "")
         finite = Finding(Outcome.FAIL, f"{infinite} is not finite") if infinite else Finding()

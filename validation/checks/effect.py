@@ -9,7 +9,7 @@ from collections import Counter
 import torch
 from torch.fx import GraphModule
 
-from fxopt.kernels import PACKED
+from fxopt.kernels import PackedLayer
 from fxopt.passes.quantize_linears import QuantizeLinears
 from fxopt.submodules import sharing_copy
 
@@ -18,8 +18,6 @@ from ..judging.subject import Subject
 from ..records import Finding, Outcome
 from ..regressions.metric import KERNELS
 from ..timing import peak_mb, seconds_of
-
-_PACKED = tuple(PACKED.values())
 
 PLACES, MOST_PLACES = "places", 200
 """The fact that lists the sites of a pass with their modules and lines, and the most that it lists."""
@@ -36,10 +34,11 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     found = subject.explained(pipeline, dtype) if alone else Explained()
     if found.places:
         subject.facts[PLACES] = json.dumps(found.places[:MOST_PLACES])
-    if kernels := sorted({str(m.kernel) for m in rewritten.module.modules() if isinstance(m, _PACKED)}):
+    packed = (part for part in rewritten.module.modules() if isinstance(part, PackedLayer))
+    if kernels := sorted({part.kernel for part in packed}):
         subject.facts[KERNELS] = ", ".join(kernels)
     measurements: dict[str, float | int] = {
-        "sites": sum(rewritten.sites),
+        "sites": rewritten.sites,
         **({"refused": len(found.refusals)} if alone else {}),
         "nodes_before": len(before.graph.nodes),
         "nodes_after": len(rewritten.module.graph.nodes),
@@ -51,34 +50,32 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
             before, rewritten
         )
     outcome = Outcome.FAIL if reason else Outcome.PASS
-    if not reason and not sum(rewritten.sites):
+    if not reason and not rewritten.sites:
         outcome, reason = Outcome.NO_OP, "nothing to rewrite"
     return Finding(outcome, reason, measurements, found.refusals)
 
 
 def _cost(subject: Subject, pipeline: tuple[str, ...], dtype: torch.dtype) -> dict[str, float | int]:
     """The seconds that a pass takes, the shorter of two runs after a first one, and the peak of the tensors that it makes."""
-    ((_, pass_),) = subject.members(pipeline)
+    (pass_,) = subject.members(pipeline)
     *timed, measured = (sharing_copy(subject.traced(dtype)) for _ in range(3))
     with subject.entering("transform"):
         seconds = min(seconds_of(functools.partial(pass_, graph)) for graph in timed)
         return {"apply_seconds": seconds, "apply_memory_mb": peak_mb(lambda: pass_(measured), subject.device)}
 
 
-def _wrong_count(
-    subject: Subject, pipeline: tuple[str, ...], sites: tuple[int, ...], refusals: Refusals
-) -> str:
+def _wrong_count(subject: Subject, pipeline: tuple[str, ...], sites: int, refusals: Refusals) -> str:
     """A pass alone must rewrite as many sites as are recorded; in company it may find more or fewer."""
     recorded = subject.entry.sites.get(pipeline[0]) if len(pipeline) == 1 else None
     # A GPU has other kernels and other refusals, and only some processors have products of int8 for every size.
-    elsewhere = subject.device != "cpu" or type(subject.members(pipeline)[0][1]) is QuantizeLinears
-    if recorded is None or sites == (recorded,) or elsewhere:
+    elsewhere = subject.device != "cpu" or type(subject.members(pipeline)[0]) is QuantizeLinears
+    if recorded is None or sites == recorded or elsewhere:
         return ""
-    model, (found,) = subject.entry.name, sites
+    model = subject.entry.name
     why = Counter(reason for _, _, reason in refusals).most_common(1)
     refused = f"; refused {why[0][1]} times: {why[0][0]}" if why else ""
     return (
-        f"{pipeline[0]} rewrites {found} sites in {model}, {recorded} are recorded{refused}. If it is right now, "
+        f"{pipeline[0]} rewrites {sites} sites in {model}, {recorded} are recorded{refused}. If it is right now, "
         f"`fxopt zoo sites --model {model}` records it anew (for a zoo of your own: `fxopt zoo sites FILE --model {model}`)"
     )
 
@@ -89,6 +86,6 @@ def _wrong_effect(before: GraphModule, rewritten: Rewritten) -> str:
         return (
             f"changed {len(rewritten.tampered)} things that the graph shares with the user's model: {names}"
         )
-    if sum(rewritten.sites) and not differ(before, rewritten.module):
-        return f"tells of {sum(rewritten.sites)} sites, but the graph module is the same"
+    if rewritten.sites and not differ(before, rewritten.module):
+        return f"tells of {rewritten.sites} sites, but the graph module is the same"
     return ""

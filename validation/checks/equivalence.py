@@ -6,16 +6,16 @@ import dataclasses
 
 from ..judging.comparison import judge_graph
 from ..judging.subject import Subject
-from ..records import Finding, Outcome
+from ..records import NOTHING, Finding, Outcome
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """Compare the model, run eagerly, with its rewritten graph, in its dtype; for a pass alone, site by site as well."""
     # Some kernels are there in one dtype alone.
     if not any(
-        sum(subject.rewritten(pipeline, dtype).sites) for dtype in {subject.wide, subject.dtype_of(pipeline)}
+        subject.rewritten(pipeline, dtype).sites for dtype in {subject.wide, subject.dtype_of(pipeline)}
     ):
-        return Finding(Outcome.NO_OP, "nothing to rewrite")
+        return NOTHING
     finding = judge_graph(subject, lambda dtype: subject.rewritten(pipeline, dtype).module, pipeline)
     # A tolerance is for the whole model; a single site knows nothing of it, nor of what a sweep finds out.
     tolerated = subject.entry.tolerance(pipeline) > 0 or not subject.entry.given

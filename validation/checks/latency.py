@@ -9,14 +9,15 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
+from fxopt.errors import error_text
 from fxopt.submodules import sharing_copy
 
 from ..judging.rewritten import differ
 from ..judging.subject import Subject
-from ..records import Check, Finding, Outcome
+from ..records import NOTHING, Check, Finding, Outcome
 from ..regressions.metric import BUSY
 from ..timing import Ratio, Times, in_random_order, peak_mb, ratio, seconds_of, synchronise, timing
-from ..zoo.plan import checks, members, pipelines
+from ..zoo.plan import checks, pipelines
 
 FEWEST, MOST = 7, 200
 """Rounds of one model go on until each interval is `NARROW`, or its seconds or the most rounds are spent."""
@@ -58,7 +59,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         subject.enter(stage)
         return Finding(Outcome.ERROR, error)
     if arm not in measured.times:
-        return Finding(Outcome.NO_OP, "nothing to rewrite")
+        return NOTHING
     baseline = CAPTURED if pipeline else EAGER
     found, same = measured.beside(arm, baseline), measured.beside(AGAIN, CAPTURED)
     values = {
@@ -101,7 +102,7 @@ def measure(subject: Subject) -> Measured:
             except Exception as error:  # whatever a pass makes of a model
                 if arm in (EAGER, CAPTURED, AGAIN) or isinstance(error, MemoryError | torch.OutOfMemoryError):
                     raise
-                failed[arm] = subject.stage, f"{type(error).__name__}: {error}"
+                failed[arm] = subject.stage, error_text(error)
             subject.enter(stage)
         with subject.entering("time"), torch.no_grad():
             turns = {arm: _turn(run, wait) for arm, run in runs.items()}
@@ -122,9 +123,9 @@ def _arms(subject: Subject) -> dict[str, Callable[[], Callable[[], object] | Non
 
     def rewritten(pipeline: tuple[str, ...]) -> Callable[[], object] | None:
         module = sharing_copy(subject.traced(dtype))
-        for name in members(subject.entry, pipeline, subject.passes):
+        for pass_ in subject.members(pipeline):
             subject.enter("transform")
-            module = subject.passes[name](module)
+            module = pass_(module)
         return of(module) if differ(subject.traced(dtype), module) else None
 
     timed = [

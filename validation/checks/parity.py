@@ -17,7 +17,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         "forward_runs": captured.graph.meta["forward_runs"],
     }
     if not subject.entry.given:
-        subject.facts |= {"captured": captured.way.name, "refusal": next(iter(captured.refusals), "")}
+        subject.facts |= {"captured": captured.way.name, "refusal": captured.refusal}
     finding = judge_graph(subject, subject.traced)
     # The first capture of a process imports what others find there.
     seconds = [subject.captured(dtype).seconds for dtype in (subject.wide, subject.own)]

@@ -6,9 +6,11 @@ import time
 
 import torch
 
+from fxopt.errors import error_text
+
 from ..judging.comparison import difference
 from ..judging.subject import Subject
-from ..records import Finding
+from ..records import Finding, one_line
 from ..zoo.build import free_sizes
 
 
@@ -26,7 +28,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
             seconds = time.process_time() - began
             actual = subject.run(exported, dtype)
         except Exception as error:  # whatever it raises, it has not captured the model
-            reason = reason or " ".join(f"{type(error).__name__}: {error}".split())
+            reason = reason or one_line(error_text(error))
             continue
         found = difference(expected, actual, subject.rtol)
         subject.facts |= {"peer": "wrong" if found else "right", "peer_reason": found or reason}

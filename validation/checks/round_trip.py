@@ -8,14 +8,14 @@ from fxopt.errors import UndoError
 from fxopt.testing import assert_round_trip
 
 from ..judging.subject import Subject
-from ..records import Finding, Outcome
+from ..records import NOTHING, Finding, Outcome
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     """Compare all of the graph before and after: undone by the pipeline's reverse, and by `undo`."""
     dtype, values = subject.dtype_of(pipeline), 0
-    if not sum(subject.rewritten(pipeline, dtype).sites):
-        return Finding(Outcome.NO_OP, "nothing to rewrite")
+    if not subject.rewritten(pipeline, dtype).sites:
+        return NOTHING
     try:
         for way, restored in subject.restored(pipeline, dtype):
             with subject.entering("compare"):

@@ -13,17 +13,20 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import fxopt
-from fxopt.compare import unchanged
+from fxopt.compare import epsilon, unchanged
 from fxopt.constants import Constant
-from fxopt.errors import GuardError, SaveError
+from fxopt.errors import GuardError, SaveError, error_text
 from fxopt.testing import compare, leaves
 
 from ..judging.rewritten import tensors
 from ..judging.subject import Subject
-from ..records import Finding, Outcome
+from ..records import NOTHING, Finding, Outcome, one_line
 
 ROUNDING = 64
-"""How many units of rounding of the largest value the sums of other kernels may be off, behind some tens of layers."""
+"""How many units of rounding of the largest value the sums of other kernels may be off, behind some tens of layers.
+
+The unit is that of the narrowest dtype that a module computes in.
+"""
 
 Inputs = Mapping[str, Tensor]
 Way = Callable[[nn.Module, Inputs], nn.Module]
@@ -40,8 +43,8 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     What the model cannot, or the captured graph, is not asked of what was made of it: a fact says so.
     """
     dtype = subject.dtype_of(pipeline)
-    if pipeline and not sum(subject.rewritten(pipeline, dtype).sites):
-        return Finding(Outcome.NO_OP, "nothing to rewrite")
+    if pipeline and not subject.rewritten(pipeline, dtype).sites:
+        return NOTHING
     traced = subject.traced(dtype)
     module = subject.rewritten(pipeline, dtype).module if pipeline else traced
     origin = traced if pipeline else subject.model(dtype)
@@ -52,9 +55,8 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
                 actual = subject.run(way(module, subject.inputs(dtype)), dtype)
                 # What torch makes of a graph may return other containers of the same.
                 if name in TORCH:
-                    _compare(
-                        dict(leaves(expected)), dict(leaves(actual)), ROUNDING * _rounding(module, dtype)
-                    )
+                    unit = max(torch.finfo(dtype).eps, epsilon([*tensors(module).values()]))
+                    _compare(dict(leaves(expected)), dict(leaves(actual)), ROUNDING * unit)
                 else:
                     _compare(expected, actual)
             except MemoryError:
@@ -139,19 +141,12 @@ def _exported(module: nn.Module, inputs: Inputs) -> nn.Module:
     return torch.export.export(module, (), dict(inputs), strict=False).module()
 
 
-def _rounding(module: nn.Module, dtype: torch.dtype) -> float:
-    """The unit of rounding of the narrowest dtype that a module computes in."""
-    dtypes = {tensor.dtype for tensor in tensors(module).values() if tensor.is_floating_point()}
-    return max(torch.finfo(each).eps for each in {dtype, *dtypes})
-
-
 TORCH: dict[str, Way] = {"compile": _compiled, "export": _exported}
 
 
 def _fails(way: Way, origin: nn.Module, inputs: Inputs) -> bool:
     try:
-        made = way(origin, inputs)
-        made(**{name: value.clone() for name, value in inputs.items()})
+        way(origin, inputs)(**inputs)
     except Exception:  # as above
         return True
     return False
@@ -165,5 +160,4 @@ def _compare(expected: object, actual: object, limit: float = 0.0) -> None:
 
 
 def _text(error: Exception) -> str:
-    text = " ".join(str(error).split())[:300]
-    return text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
+    return one_line(error if isinstance(error, AssertionError) else error_text(error))[:300]

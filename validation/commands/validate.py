@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any, cast
 
 import pytest
 import typer
 
-import pytest_fxopt
+from pytest_fxopt import OPTIONS
 
 EVERYTHING_ELSE = {"allow_extra_args": True, "ignore_unknown_options": True}
 """All that is no option of the command goes to pytest."""
@@ -21,22 +20,9 @@ STATUS = {
 """The exit statuses that pytest's become, with what to say; the others stay."""
 
 
-class _Options(dict[str, str]):
-    """The options of the plugin with their help, in the place of pytest's parser."""
-
-    with_value: str = ""  # those that take one, as a pattern
-
-    def getgroup(self, name: str, description: str) -> _Options:
-        return self
-
-    def addoption(self, name: str, *, metavar: str = "", help: str, **how: Any) -> None:
-        self[name.removeprefix("--fx-")] = f"{metavar}  {help}".replace("--fx-", "--").strip()
-        self.with_value += f"|{name}" if how.get("action", "store") in ("store", "append") else ""
-
-
-OPTIONS = _Options()
-pytest_fxopt.pytest_addoption(cast(pytest.Parser, OPTIONS))
-HELP = "\n\n".join(["Options of the run:", *(f"--{name} {text}" for name, text in OPTIONS.items())])
+_LINES = (f"--{name} " + f"{how.get('metavar', '')}  {how['help']}".strip() for name, how in OPTIONS.items())
+HELP = "\n\n".join(["Options of the run:", *_LINES])
+_WITH_VALUE = "|".join(f"--fx-{name}" for name, how in OPTIONS.items() if "const" not in how)
 
 
 def validate(context: typer.Context) -> None:
@@ -49,7 +35,7 @@ def validate(context: typer.Context) -> None:
     given = [re.sub(rf"^--({'|'.join(OPTIONS)})(?=$|=)", r"--fx-\1", each) for each in context.args]
     # By itself, pytest would take a value that names a folder for the root of its configuration.
     for place in reversed(range(len(given) - 1)):
-        if re.fullmatch(OPTIONS.with_value[1:], given[place]):
+        if re.fullmatch(_WITH_VALUE, given[place]):
             given[place : place + 2] = [f"{given[place]}={given[place + 1]}"]
     # This process has imported fxopt already, so pytest cannot rewrite its assertions, and need not say so.
     quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]

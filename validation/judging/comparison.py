@@ -9,7 +9,7 @@ from torch import nn
 
 from fxopt.testing import compare
 
-from ..records import Finding, Outcome
+from ..records import Finding, Outcome, one_line
 from .subject import Subject
 
 
@@ -45,5 +45,5 @@ def difference(expected: object, actual: object, rtol: float) -> str:
     try:
         found = compare(expected, actual)
     except AssertionError as error:
-        return " ".join(str(error).split())
+        return one_line(error)
     return f"{found.where} is {found.max_rel:.3g} of its largest value off" if found.max_rel > rtol else ""

@@ -12,8 +12,11 @@ from torch.fx import GraphModule
 
 from fxopt.outputs import same_bits
 from fxopt.rewriting.composition import compose
+from fxopt.rewriting.fingerprint import fingerprint
 from fxopt.rewriting.history import history
 from fxopt.rewriting.transformation import Transformation
+from fxopt.testing.round_trips import attributes, differences
+from fxopt.torch_internals import REGISTRIES, buffers_of, modules_of, parameters_of
 
 Refusals = tuple[tuple[str, str, str], ...]
 
@@ -22,28 +25,27 @@ Refusals = tuple[tuple[str, str, str], ...]
 class Rewritten:
     """A copy of the graph after a pipeline.
 
-    `sites` has for a pass alone, or for each of several that did something, how many it rewrote (`sites_of`). `tampered` names the tensors and modules of the graph it was made from that a pass changed.
+    `sites` is how many sites were rewritten, of a pass alone by `sites_of`. `tampered` names the tensors and modules of the
+    graph it was made from that a pass changed.
     """
 
     module: GraphModule
-    sites: tuple[int, ...]
+    sites: int
     tampered: tuple[str, ...]
 
 
-def rewrite(traced: GraphModule, passes: Sequence[tuple[str, Transformation]]) -> Rewritten:
+def rewrite(traced: GraphModule, passes: Sequence[Transformation]) -> Rewritten:
     """Apply passes to a copy of a graph, several as users do: composed."""
     module = copy.deepcopy(traced)
     # Keeps the objects of the copy, as the model of a user would: a pass may replace them, not change them.
-    kept = {name: (part, _state(part)) for name, part in module.named_modules()}
-    kept_tensors = tensors(module)
+    kept = {name: (part, _members(part)) for name, part in module.named_modules()}
     if len(passes) == 1:
-        whole = passes[0][1]
-        module = whole(module)
-        sites = [sites_of(whole, traced, module)]
+        module = passes[0](module)
+        sites = sites_of(passes[0], traced, module)
     else:
-        module = compose(*(pass_ for _, pass_ in passes))(module)
-        sites = [step.sites for step in history(module)]
-    return Rewritten(module, tuple(sites), tuple(_tampered(traced, kept, kept_tensors)))
+        module = compose(*passes)(module)
+        sites = sum(step.sites for step in history(module))
+    return Rewritten(module, sites, tuple(_tampered(traced, kept)))
 
 
 class Explained(NamedTuple):
@@ -73,68 +75,35 @@ def sites_of(pass_: Transformation, before: GraphModule, after: GraphModule) -> 
 
 
 def differ(before: GraphModule, after: GraphModule) -> bool:
-    """True if two graph modules differ in code, called modules, or parameters and buffers, be it in one value."""
-    if before.code != after.code or _called(before) != _called(after):
+    """True if two graph modules differ in nodes, modules, or parameters and buffers, be it in one value."""
+    if fingerprint(before) != fingerprint(after):
         return True
-    mine, its = tensors(before), tensors(after)
-    return mine.keys() != its.keys() or any(not _same(tensor, its[name]) for name, tensor in mine.items())
+    its = tensors(after)
+    return any(not same_bits(tensor, its[name]) for name, tensor in tensors(before).items())
 
 
-def _called(module: GraphModule) -> list[tuple[str, bool]]:
-    calls = [module.get_submodule(str(n.target)) for n in module.graph.nodes if n.op == "call_module"]
-    return [(repr(call), call.training) for call in calls]
-
-
-def tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
+def tensors(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a module by name, tied ones under each of their names."""
     found = (module.named_parameters, module.named_buffers)
-    return {name: tensor for named in found for name, tensor in named("", recurse, remove_duplicate=False)}
+    return {name: tensor for named in found for name, tensor in named(remove_duplicate=False)}
 
 
-def _same(left: Tensor, right: Tensor) -> bool:
-    facts, other = ((type(t), t.device, t.requires_grad) for t in (left, right))
-    return facts == other and same_bits(left, right)  # NaN is itself
-
-
-def _tampered(
-    traced: GraphModule,
-    kept: Mapping[str, tuple[nn.Module, dict[str, object]]],
-    kept_tensors: Mapping[str, Tensor],
-) -> Iterator[str]:
+def _tampered(traced: GraphModule, kept: Mapping[str, tuple[nn.Module, dict[str, object]]]) -> Iterator[str]:
     """Name what differs between the modules and tensors of the graph and those of its copy, which a pipeline has had."""
-    yield from (name for name, tensor in tensors(traced).items() if not _same(tensor, kept_tensors[name]))
-    for name, (module, state) in kept.items():
+    for name, (module, members) in kept.items():
+        origin, now = traced.get_submodule(name), _members(module)
+        yield from differences(name, _members(origin), members)
         if isinstance(module, GraphModule) or type(module) is nn.Module:
             continue  # the containers are the graph module's own
-        now, its = _state(module), tensors(module, recurse=False)
-        yield from (
-            f"{name}.{key}" for key in state.keys() | now.keys() if not _is(state.get(key), now.get(key))
-        )
-        paths = {f"{name}.{key}": tensor for key, tensor in its.items()}
-        yield from (path for path in paths if kept_tensors.get(path, paths[path]) is not paths[path])
+        yield from differences(name, *map(_options, (origin, module)))
+        yield from (f"{name}.{key}" for key in members | now if members.get(key) is not now.get(key))
 
 
-def _state(module: nn.Module) -> dict[str, object]:
-    """The class and the attributes of a module, and what is in its tables, but for tensors: their names."""
-    found: dict[str, object] = {"__class__": type(module)}
-    for key, value in vars(module).items():
-        if key in ("_parameters", "_buffers"):
-            found[key] = tuple(value)
-        elif key not in CACHES:
-            is_table = isinstance(value, dict) and key[0] == "_"
-            found[key] = (
-                tuple(value.items()) if is_table else frozenset(value) if isinstance(value, set) else value
-            )
-    return found
+def _members(module: nn.Module) -> dict[str, object]:
+    """The parameters, buffers and modules that a module itself holds."""
+    return {**parameters_of(module), **buffers_of(module), **modules_of(module)}
 
 
-CACHES = frozenset({"_packed", "_compiled_call_impl"})
-"""The attributes of packed layers and of `torch.compile`, which a run fills."""
-
-
-def _is(before: object, after: object) -> bool:
-    """Tell whether an attribute is what it was: the same object, an equal number or text, or a table of the same."""
-    if isinstance(before, tuple) and isinstance(after, tuple):
-        return len(before) == len(after) and all(map(_is, before, after))
-    plain = isinstance(before, int | float | str | frozenset) and type(before) is type(after)
-    return before is after or (plain and before == after)
+def _options(module: nn.Module) -> dict[str, object]:
+    """All else that a module has."""
+    return {key: value for key, value in attributes(module).items() if key not in REGISTRIES[:3]}

@@ -114,7 +114,7 @@ class Subject:
 
         Of a sweep, with its hundreds of models, what preserves the computation is proved, and no more.
         """
-        exact = all(pass_.preserves_computation for _, pass_ in self.members(pipeline))
+        exact = all(pass_.preserves_computation for pass_ in self.members(pipeline))
         return self.wide if exact and pipeline and not self.entry.given else self.own
 
     def most_error(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> float:
@@ -122,15 +122,17 @@ class Subject:
 
         The zoo says it of the pipeline in this model, or each of its passes; rounding in `dtype` comes on top.
         """
-        passes = [pass_ for _, pass_ in self.members(pipeline) if not pass_.preserves_computation]
+        passes = [pass_ for pass_ in self.members(pipeline) if not pass_.preserves_computation]
         stated = sum(UNSTATED if each.tolerance is None else each.tolerance for each in passes)
         return (self.entry.tolerance(pipeline) or stated) + FLOOR * torch.finfo(dtype).eps
 
     def without_tolerance(self, pipeline: tuple[str, ...]) -> str:
         """The first pass of a pipeline that may move the outputs, and does not say how far; empty where there is none."""
-        members = self.members(pipeline)
-        names = (n for n, pass_ in members if not pass_.preserves_computation and pass_.tolerance is None)
-        return next(names, "")
+        for name in plan.members(self.entry, pipeline, self.passes):
+            pass_ = self.passes[name]
+            if not pass_.preserves_computation and pass_.tolerance is None:
+                return name
+        return ""
 
     @property
     def wide(self) -> torch.dtype:
@@ -218,9 +220,9 @@ class Subject:
 
     def explained(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> Explained:
         """List where the pass of a pipeline of one has its sites, what it leaves alone, and why."""
-        ((name, pass_),) = self.members(pipeline)
+        (name,) = plan.members(self.entry, pipeline, self.passes)
         with self.entering("explain"):
-            return explained(self.traced(dtype), name, pass_)
+            return explained(self.traced(dtype), name, self.passes[name])
 
     def wrong_sites(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> list[str]:
         """The reasons against the pass of a pipeline of one that running each site by itself gives."""
@@ -230,12 +232,12 @@ class Subject:
         module = copy.deepcopy(self.traced(dtype))
         with self.entering("verify"), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            members[0][1](module, verify=True)
+            members[0](module, verify=True)
         return [str(each.message) for each in caught if each.category is VerificationWarning]
 
     def restored(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> Iterator[tuple[str, GraphModule]]:
         """Copies of the graph with the pipeline applied and undone, in the ways that users have, and their names."""
-        passes = [pass_ for _, pass_ in self.members(pipeline)]
+        passes = self.members(pipeline)
         whole = passes[0] if len(passes) == 1 else compose(*passes)
         assert isinstance(whole, ReversibleTransformation)
         rewritten = self.rewritten(pipeline, dtype).module
@@ -249,9 +251,9 @@ class Subject:
                 restored = undo(module, len(history(module)))
             yield "`undo`", restored
 
-    def members(self, pipeline: tuple[str, ...]) -> list[tuple[str, Transformation]]:
-        """The passes of a pipeline, with their names, in order."""
-        return [(name, self.passes[name]) for name in plan.members(self.entry, pipeline, self.passes)]
+    def members(self, pipeline: tuple[str, ...]) -> list[Transformation]:
+        """The passes of a pipeline, in order."""
+        return [self.passes[name] for name in plan.members(self.entry, pipeline, self.passes)]
 
     @_kept
     def _judgement(self) -> tuple[torch.dtype, float]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
-from ..records import AGAIN, FAILING, TIMED, Check, Outcome, counted
+from ..records import AGAIN, FAILING, TIMED, Check, Outcome, counted, one_line
 from ..zoo.plan import ALL, EXACT, OPTIMIZED
 from .compare import VANISHED
 
@@ -156,7 +156,7 @@ def _cause(group: Sequence[_Change], since: str) -> Cause:
     command = command if first.kind != VANISHED else ""
     cases = len({each.id for each in group})
     since = first.explanation if first.kind == "latency" else since  # it is seen later than it comes
-    return Cause(" ".join(" ".join(_text(first, others, models)).split()), models, cases, since, command)
+    return Cause(one_line(" ".join(_text(first, others, models))), models, cases, since, command)
 
 
 def _text(first: _Change, others: Sequence[_Change], models: tuple[str, ...]) -> Iterator[str]:

@@ -12,6 +12,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fxopt.errors import error_text
+
 from .. import store
 from . import architectures, headline, html, markdown
 
@@ -36,7 +38,7 @@ class Written:
         try:
             made = write()
         except Exception as error:  # a full disk, a plotting library, a value that nobody thought of
-            self.problems.append(f"{what}: not written: {type(error).__name__}: {error}")
+            self.problems.append(f"{what}: not written: {error_text(error)}")
             return None
         self.files += [made] if isinstance(made, Path) else []
         return made

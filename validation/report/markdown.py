@@ -6,7 +6,7 @@ import re
 
 import pandas as pd
 
-from ..records import AGAIN, FAILING, Outcome
+from ..records import AGAIN, FAILING, Outcome, one_line
 from . import headline as headlines
 from . import tables
 
@@ -116,7 +116,7 @@ def escape(text: object) -> str:
         >>> print(escape("<b> | __add__"))
         &lt;b> \\| \\_\\_add\\_\\_
     """
-    line = " ".join(str(text).split())
+    line = one_line(text)
     line = re.sub(r"([\\`*|\[\]])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;"))
     return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", line)
 

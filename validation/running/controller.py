@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from fxopt.errors import error_text
+
 from .. import report, store
 from ..judging import repro
 from ..records import AGAIN, EXCUSED, FAILING, Case, Outcome, Record
@@ -145,7 +147,7 @@ class Controller:
             whole = self._records.keys() >= {*self.planned}
             written.files += repro.write(records, self.directory / "latest" / repro.FOLDER, whole)
         except Exception as error:  # the records are safe: nothing here is worth losing them
-            self._problems.append(f"no report was written: {type(error).__name__}: {error}")
+            self._problems.append(f"no report was written: {error_text(error)}")
         else:
             self._problems += written.problems
             self._message = report.terminal_summary(table.to_pandas(), written.files, written.since)

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from fxopt.errors import TraceError
+from fxopt.errors import TraceError, error_text
 from fxopt.rewriting.transformation import Transformation
 
 from .. import checks
 from ..judging import repro
 from ..judging.repro import portable
 from ..judging.subject import TIMING, Subject
-from ..records import FAILING, Case, Check, Finding, Outcome, Record
+from ..records import FAILING, Case, Check, Finding, Outcome, Record, one_line
 from ..zoo.entry import Entry, judged
 from ..zoo.sources import SOURCE, Architecture
 
@@ -106,7 +106,7 @@ def _script(case: Case, finding: Finding, subject: Subject) -> str:
     """A script that shows a failure without the harness; a sweep has hundreds."""
     if finding.outcome not in (Outcome.FAIL, Outcome.ERROR) or not subject.entry.given:
         return ""
-    passes = [pass_ for _, pass_ in subject.members(case.pipeline)]
+    passes = subject.members(case.pipeline)
     limit = subject.most_error(case.pipeline, subject.own)
     return repro.script(case, portable(finding.reason), subject.entry, passes, limit)
 
@@ -133,12 +133,11 @@ def _lost(error: BaseException, finding: Finding, stage: str, check: Check) -> F
 
 def _text(error: BaseException) -> str:
     """A refusal as it is, another error with its type, on one line."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, TraceError) else f"{type(error).__name__}: {text}"
+    return one_line(error if isinstance(error, TraceError) else error_text(error))
 
 
 def _finding_of(error: BaseException, stage: str) -> Finding:
-    text = f"{type(error).__name__}: {error}"
+    text = error_text(error)
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return Finding(Outcome.MEMORY, text)
     if isinstance(error, AssertionError) and stage == "compare":

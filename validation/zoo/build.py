@@ -17,6 +17,7 @@ import fxopt
 from fxopt.errors import TraceError
 from fxopt.testing import randomise
 
+from ..records import one_line
 from .entry import Entry, Input, factory
 from .sources import Architecture
 
@@ -94,11 +95,11 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A graph, the way in which it was captured, what the ways before it said, and its seconds: of a sweep, those of the processor."""
+    """A graph, the way in which it was captured, why not in the first one, and its seconds: of a sweep, those of the processor."""
 
     graph: GraphModule
     way: Way
-    refusals: tuple[str, ...] = ()
+    refusal: str = ""
     seconds: float = 0.0
 
 
@@ -141,6 +142,6 @@ def capture_first(model: nn.Module, inputs: Callable[[], dict[str, Tensor]], way
         except TraceError as error:
             errors.append(error)
             continue
-        refusals = tuple(" ".join(str(error).split()) for error in errors)
-        return Captured(graph, way, refusals, time.process_time() - started)
+        refusal = one_line(errors[0]) if errors else ""
+        return Captured(graph, way, refusal, time.process_time() - started)
     raise errors[0]
