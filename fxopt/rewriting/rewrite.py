@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from torch.fx import GraphModule, Node
 
 from fxopt import graph, submodules
-from fxopt.errors import PassError, UndoError, UnverifiedWarning, VerificationWarning, warn
+from fxopt.errors import PassError, UndoError, VerificationWarning, warn
 from fxopt.rewriting import undoing
 from fxopt.rewriting.attempt import Applied, Attempt, check_log, found_by, nodes_of
 from fxopt.rewriting.edits import as_data
@@ -174,9 +174,7 @@ class Rewrite(Transformation, Generic[S]):
                 "what apply made, and a Pattern has to refuse it in `refuses`"
             )
         check_log(self, snapshot, rewriter.log)
-        for where, why in verifier.unverified.items():
-            site = f"the site at {where}" if where else "its sites"
-            warn(f"{self!r} could not verify {site}: {why}", UnverifiedWarning)
+        verifier.report()
         return Explanation(type(self).__name__, tuple(rows.values())), marked
 
     def _rewrite_site(self, rewriter: Rewriter, site: S, row: Row) -> list[Node]:

@@ -22,7 +22,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from fxopt import graph
 from fxopt.compare import Unlike, epsilon, norm_error, pairs, row_error
 from fxopt.constants import computed_constant, constants_of, is_changing
-from fxopt.errors import PassError, error_text
+from fxopt.errors import PassError, UnverifiedWarning, error_text, warn
 from fxopt.float64 import wide_dtype
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
@@ -67,7 +67,7 @@ class Verifier:
                 f"verify is of type {type(verify).__name__}; give True, or a tuple of example inputs"
             )
         self.unverified: dict[str, str] = {}
-        self._verify = verify
+        self._pass, self._verify = pass_, verify
         self._preserves, self._tolerance = pass_.preserves_computation, pass_.tolerance
         if verify is False:
             return
@@ -109,6 +109,12 @@ class Verifier:
             with contextlib.suppress(_CannotRun):
                 return self._compared(whole)
         return reason
+
+    def report(self) -> None:
+        """Warn of the sites that could not be run."""
+        for where, why in self.unverified.items():
+            site = f"the site at {where}" if where else "its sites"
+            warn(f"{self._pass!r} could not verify {site}: {why}", UnverifiedWarning)
 
     def _piece(self, edits: Sequence[Edit], before: Snapshot, *, whole: bool = False) -> Piece:
         return Piece(before, self._nodes, edits, around=self._preserves, whole=whole)
