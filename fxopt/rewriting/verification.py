@@ -307,15 +307,12 @@ class Verifier:
 def _thawed(piece: Piece) -> str | None:
     """Name a place whose weights follow gradients, where none of those before did."""
     taken, put = (
-        [w for value in values.values() for w in weights_of(value)] for values in (piece.taken, piece.put)
+        [w.requires_grad for value in values.values() for w in weights_of(value)]
+        for values in (piece.taken, piece.put)
     )
-    if not taken or any(weight.requires_grad for weight in taken):
-        return None
-    return (
-        f"the weights of {', '.join(piece.put)} require gradients now"
-        if any(w.requires_grad for w in put)
-        else None
-    )
+    if taken and not any(taken) and any(put):
+        return f"the weights of {', '.join(piece.put)} require gradients now"
+    return None
 
 
 def _storages(value: Any) -> set[int]:
@@ -344,13 +341,11 @@ def _called(state: NodeState, standing: Any, args: Any, kwargs: Any) -> Any:
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     """A copy of a tensor or module, floating and complex numbers in `dtype`."""
-    if any(tensor.is_meta for tensor in weights_of(value)):
-        raise _CannotRun("its weights are on the meta device")
     memo: dict[int, Any] = {}
     for tensor in weights_of(value):
-        wide = tensor.detach().to(wide_dtype(tensor, dtype))
-        if isinstance(value, Tensor) or not isinstance(tensor, nn.Parameter):
-            wide = wide.clone() if wide.data_ptr() == tensor.data_ptr() else wide
+        if tensor.is_meta:
+            raise _CannotRun("its weights are on the meta device")
+        wide = tensor.detach().to(wide_dtype(tensor, dtype), copy=True)
         memo[id(tensor)] = nn.Parameter(wide, False) if isinstance(tensor, nn.Parameter) else wide
     return copy.deepcopy(value, memo) if isinstance(value, Tensor | nn.Module) else value
 
