@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxopt import effects, graph, submodules
-from fxopt.compare import Unlike, epsilon, pairs, tensor_error
+from fxopt.compare import epsilon, norm_error, unlike
 from fxopt.errors import PassError, UndoError
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import name_of
@@ -418,14 +418,11 @@ def _check_inverse(
 
 def _is_close(layer: nn.Module, other: nn.Module) -> bool:
     """Tell whether two layers have the same tensors, but for rounding, and are in the same mode."""
-    if [part.training for part in layer.modules()] != [part.training for part in other.modules()]:
-        return False
-    try:
-        mine, theirs = (dict(submodules.tensors_of({"": each})) for each in (layer, other))
-        both = pairs(mine, theirs)
-    except Unlike:
-        return False
-    return all(tensor_error(one, two)[1] <= 1e3 * epsilon(one) for _, one, two in both)
+    mine, theirs = (
+        ([part.training for part in each.modules()], dict(submodules.tensors_of({"": each})))
+        for each in (layer, other)
+    )
+    return not unlike(mine, theirs) and norm_error(mine, theirs) <= 1e3 * epsilon(mine)
 
 
 def _check_new(pass_: Pattern, new: nn.Module, old: list[nn.Module]) -> None:
