@@ -123,6 +123,12 @@ def leaf_arguments(call: Any) -> list[Any]:
     return found
 
 
+def numbers_in(calls: Iterable[Any]) -> list[int | float]:
+    """The numbers among the arguments of nodes, or of what has their fields, each once."""
+    leaves = (leaf for call in calls for leaf in leaf_arguments(call))
+    return list(dict.fromkeys(leaf for leaf in leaves if type(leaf) in (int, float)))
+
+
 def called_module(root: nn.Module, node: Node) -> nn.Module | None:
     """The module that a node of a graph calls; `None` for nodes that call none."""
     return module_at(root, str(node.target)) if node.op == "call_module" else None

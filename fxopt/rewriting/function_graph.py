@@ -55,12 +55,6 @@ class FunctionGraph:
         """True if a call may draw random numbers."""
         return any(effects.draws(node, self.modules.get(str(node.target))) for node in self.graph.nodes)
 
-    @property
-    def numbers(self) -> list[int | float]:
-        """The numbers among the arguments of its calls."""
-        leaves = (leaf for node in self.graph.nodes for leaf in graph.leaf_arguments(node))
-        return list(dict.fromkeys(leaf for leaf in leaves if type(leaf) in (int, float)))
-
     def run(self, values: Mapping[str, Any]) -> Any:
         """Compute the function of tensors, by parameter."""
         found: dict[Node, Any] = {}

@@ -129,9 +129,7 @@ class Piece:
     @property
     def constants(self) -> list[int | float]:
         """The numbers among the arguments."""
-        leaves = (v for state in self.before.values() for v in graph.leaf_arguments(state))
-        found = [v for v in leaves if type(v) in (int, float)]
-        return list(dict.fromkeys(found))
+        return graph.numbers_in(self.before.values())
 
     @property
     def reads(self) -> list[Read]:

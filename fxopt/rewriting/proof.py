@@ -172,8 +172,8 @@ class _Place:
 
     def _near_constants(self, described: Mapping[str, Any]) -> Iterator[Numbers]:
         """Ways to draw numbers near those that stand in the pattern: as many as hold all of them, and at most 4."""
-        constants = trace_function(self.rule, "pattern", _without_tensors(described)).numbers
-        constants = [number for number in constants if abs(number) < LARGE]
+        pattern = trace_function(self.rule, "pattern", _without_tensors(described)).graph
+        constants = [number for number in graph.numbers_in(pattern.nodes) if abs(number) < LARGE]
         counts = [
             math.prod(map(number_of, value.shape))
             for value in described.values()
