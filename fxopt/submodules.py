@@ -129,12 +129,15 @@ def tensors_of(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, Tensor):
             yield path, value
         elif isinstance(value, nn.Module):
-            nested = modules_of(value)  # what follows gives the same of a single layer, slowly
-            named = value.named_modules(prefix=path, remove_duplicate=False) if nested else [(path, value)]
-            for part, module in named:
+            for part, module in value.named_modules(prefix=path, remove_duplicate=False):
                 for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
                     if tensor is not None:
                         yield f"{part}.{name}".lstrip("."), tensor
+
+
+def weights_of(value: Any) -> Iterator[Tensor]:
+    """The tensor itself, or the parameters and buffers of a module."""
+    return (tensor for _, tensor in tensors_of({"": value}))
 
 
 M = TypeVar("M", bound=nn.Module)

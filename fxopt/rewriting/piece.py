@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Node
 
 from fxopt import effects, graph, operators
 from fxopt.operators import Fact
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Swap
 from fxopt.rewriting.snapshot import Snapshot
-from fxopt.submodules import is_inside, tensors_of
+from fxopt.submodules import is_inside, weights_of
 
 AROUND = 24
 """How many nodes around a site are run with it."""
@@ -252,8 +252,3 @@ class Piece:
 def _is_inexact(node: Node) -> bool:
     dtype = graph.dtype_of(node)
     return dtype is None or dtype.is_floating_point or dtype.is_complex
-
-
-def weights_of(value: Any) -> Iterator[Tensor]:
-    """The tensor itself, or the parameters and buffers of a module."""
-    return (tensor for _, tensor in tensors_of({"": value}))

@@ -28,7 +28,7 @@ from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
 from fxopt.rewriting.edits import Edit, NodeState
 from fxopt.rewriting.host_first import errors_of_the_host
-from fxopt.rewriting.piece import Piece, Read, weights_of
+from fxopt.rewriting.piece import Piece, Read
 from fxopt.rewriting.random_inputs import (
     ANY_SIGN,
     FAR,
@@ -41,7 +41,7 @@ from fxopt.rewriting.random_inputs import (
     resized,
 )
 from fxopt.rewriting.snapshot import Snapshot
-from fxopt.submodules import attribute, prefixes, sharing_copy
+from fxopt.submodules import attribute, prefixes, sharing_copy, weights_of
 from fxopt.torch_internals import FakeTensorMode, is_erased, pytree
 
 Verify = bool | tuple[Any, ...]
