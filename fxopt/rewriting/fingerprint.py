@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import operator
-from collections.abc import Hashable
 
 import torch
 from torch.fx import GraphModule
@@ -49,15 +47,9 @@ def _describe(path: str, module: torch.nn.Module, entries: list[tuple[str, int, 
     entries.append((path, id(module), f"{kind} {module.training} {options_of(module)}"))
     for name, tensor in (*held[PARAMETERS].items(), *held[BUFFERS].items()):
         if tensor is not None:
-            kind = type(tensor).__name__
             shape = () if is_lazy(tensor) else tensor.shape
-            text = _text_of(kind, shape, tensor.dtype, tensor.device, tensor.requires_grad)
-            entries.append((f"{path}.{name}", id(tensor), text))
+            facts = type(tensor).__name__, shape, tensor.dtype, tensor.device, tensor.requires_grad
+            entries.append((f"{path}.{name}", id(tensor), repr(facts)))
     for name, child in held[MODULES].items():
         if child is not None and not isinstance(child, PassRecord):
             _describe(f"{path}.{name}", child, entries)
-
-
-@functools.lru_cache(maxsize=4096)
-def _text_of(*facts: Hashable) -> str:
-    return repr(facts)
