@@ -7,6 +7,7 @@ parameters, which both keep. When it is pickled, it also writes down the nodes a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import pickle
 import uuid
@@ -26,6 +27,8 @@ RECORD = "fxopt_record"
 
 MARKS = "fxopt_marks"
 """The key of `node.meta` with the signatures of the passes that transformed the node."""
+
+_hidden: Any = functools.partial(dataclasses.field, repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,16 +56,16 @@ class Step:
     signature: str
     nodes: int
     reversible: bool
-    sites: int = dataclasses.field(default=0, repr=False, compare=False)
-    edits: tuple[Edit, ...] | None = dataclasses.field(default=(), repr=False, compare=False)
-    before: str = dataclasses.field(default="", repr=False, compare=False)
-    after: str = dataclasses.field(default="", repr=False, compare=False)
-    marked: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
-    within: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
-    parts: tuple[Step, ...] = dataclasses.field(default=(), repr=False, compare=False)
-    by_hand: bool = dataclasses.field(default=True, repr=False, compare=False)
-    transformation: Any = dataclasses.field(default=None, repr=False, compare=False)
-    key: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex, repr=False, compare=False)
+    sites: int = _hidden(default=0)
+    edits: tuple[Edit, ...] | None = _hidden(default=())
+    before: str = _hidden(default="")
+    after: str = _hidden(default="")
+    marked: tuple[str, ...] = _hidden(default=())
+    within: tuple[str, ...] = _hidden(default=())
+    parts: tuple[Step, ...] = _hidden(default=())
+    by_hand: bool = _hidden(default=True)
+    transformation: Any = _hidden(default=None)
+    key: str = _hidden(default_factory=lambda: uuid.uuid4().hex)
 
     @classmethod
     def of(cls, pass_: Any, marked: Sequence[str], **facts: Any) -> Step:
