@@ -228,12 +228,9 @@ class GraphIndex:
         others = [other for _, other in self.sharing(read) if other != path]
         if others:
             return f"{path} shares memory with {others[0]}"
-        if isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter:
-            return f"{path} is a {type(tensor).__name__}, not a plain parameter"
-        if backward_hooks_of(tensor) or accumulation_hooks_of(tensor):
-            return f"{path} has hooks"
         writer = self.memory.writer_of(tensor)
-        return self._foreign_parent(path) or (f"{writer.name} may write into {path}" if writer else None)
+        reason = _unusual_tensor(path, tensor) or self._foreign_parent(path)
+        return reason or (f"{writer.name} may write into {path}" if writer else None)
 
     def removable(self, node: Node) -> bool:
         """Return True if the module that `node` calls can be deleted once no node calls it."""
@@ -277,12 +274,8 @@ class GraphIndex:
             return f"the module has hooks ({', '.join(name.strip('_') for name in hooks)})"
         if "forward" in vars(module) or compiled_call_of(module) is not None:
             return "the forward of the module was replaced on the instance"
-        for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
-            if isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter:
-                return f"its {name} is a {type(tensor).__name__}, not a plain parameter"
-            if tensor is not None and (backward_hooks_of(tensor) or accumulation_hooks_of(tensor)):
-                return f"its {name} has hooks"
-        return None
+        reasons = (_unusual_tensor(f"its {name}", tensor) for name, tensor in _tensors(module).items())
+        return next(filter(None, reasons), None)
 
     def _foreign_parent(self, path: str) -> str | None:
         for prefix in prefixes(path)[:-1]:
@@ -336,3 +329,9 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers that a module itself holds."""
     both = {**parameters_of(module), **buffers_of(module)}
     return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+
+def _unusual_tensor(name: str, tensor: Tensor) -> str | None:
+    if isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter:
+        return f"{name} is a {type(tensor).__name__}, not a plain parameter"
+    return f"{name} has hooks" if backward_hooks_of(tensor) or accumulation_hooks_of(tensor) else None
