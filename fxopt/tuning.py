@@ -126,9 +126,8 @@ def _looked_up(
 
 def _load() -> None:
     if not (_known or _once):
-        rows = _read()
-        _once.update({key: row for key, row in rows.items() if row[_PROCESSES] < 2})
-        _known.update({key: row for key, row in rows.items() if row[_PROCESSES] >= 2})
+        for key, row in _read().items():
+            (_known if row[_PROCESSES] >= 2 else _once)[key] = row
 
 
 def _is_fast(row: Mapping[str, float], name: str) -> bool:
