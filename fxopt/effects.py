@@ -121,7 +121,7 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
     if Fact.STATISTICS in facts_of(node):
         return _written_statistics(node)
     if isinstance(target, OpOverload):
-        return _written_by_schema(node, target)
+        return tuple(graph.nodes_in(written_arguments(target, node.args, node.kwargs)))
     if isinstance(target, OpOverloadPacket):
         overloads = [getattr(target, name) for name in target.overloads()]
         return tuple(node.all_input_nodes) if any(schema_of(op).is_mutable for op in overloads) else ()
@@ -167,10 +167,6 @@ def _written_statistics(node: Node) -> tuple[Node, ...]:
         (given.get(name) for name in ("running_mean", "running_var")) if given.get(flag, default) else ()
     )
     return tuple(value for value in statistics if isinstance(value, Node))
-
-
-def _written_by_schema(node: Node, target: Any) -> tuple[Node, ...]:
-    return tuple(graph.nodes_in(written_arguments(target, node.args, node.kwargs)))
 
 
 def _out(node: Node) -> tuple[Node, ...]:
