@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fxopt.compare import rounds
 from fxopt.errors import GuardError
 from fxopt.graph import branches_of
 from fxopt.outputs import mapped
@@ -21,7 +22,7 @@ _LOWER = (torch.float32, torch.bfloat16, torch.float16)
 
 def wide_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which to compute with a tensor, where floating numbers are of `dtype`."""
-    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
+    if dtype is None or not rounds(tensor):
         return tensor.dtype
     return dtype.to_complex() if tensor.is_complex() else dtype
 
@@ -134,7 +135,7 @@ class _Interpreter(torch.fx.Interpreter):
         if getattr(module, "checks_inputs", False):
             return None  # it would ask for the dtype of the capture
         tensors = (*module.parameters(), *module.buffers())
-        if any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+        if any(map(rounds, tensors)):
             module = copy.deepcopy(module)
             converter_of(module)(lambda tensor: tensor.to(wide_dtype(tensor, torch.float64)))
         with Float64():

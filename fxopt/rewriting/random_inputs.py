@@ -66,7 +66,7 @@ class Numbers:
         return numbers.permute([order.index(dim) for dim in range(value.ndim)])
 
     def _drawn(self, value: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-        if not (value.is_floating_point() or value.is_complex()):
+        if not rounds(value):
             low, high = (0, 2) if value.dtype == torch.bool else self.integers
             if self.constants and value.dtype != torch.bool:
                 constants, distances = self._near_constants((-1, 0, 1), shape, generator)
