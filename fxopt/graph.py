@@ -183,10 +183,7 @@ def grouped(pairs: Iterable[tuple[T, V]]) -> dict[T, list[V]]:
 
 def holds(node: Node, condition: Callable[[Tensor], bool]) -> bool:
     """Tell whether the value of `node`, as the trace described it, is or contains a tensor with a property."""
-    value = value_of(node)
-    if isinstance(value, Tensor):
-        return condition(value)
-    return bool(pytree.tree_any(lambda leaf: isinstance(leaf, Tensor) and condition(leaf), value))
+    return any(isinstance(leaf, Tensor) and condition(leaf) for leaf in pytree.tree_leaves(value_of(node)))
 
 
 def dtype_of(node: Node) -> torch.dtype | None:
@@ -328,4 +325,4 @@ def recast(described: Any, old: torch.dtype, new: torch.dtype) -> Any:
         # Not `to`: autograd may forbid to read a view that was written into.
         return like(leaf, dtype=new) if isinstance(leaf, Tensor) and leaf.dtype == old else leaf
 
-    return renewed(described) if isinstance(described, Tensor) else pytree.tree_map(renewed, described)
+    return pytree.tree_map(renewed, described)
