@@ -140,7 +140,7 @@ class GraphIndex:
                 return shared
         return self._foreign_parent(path)
 
-    def joining_obstacle(self, first: Node, last: Node, value: Node | None = None) -> str | None:
+    def joining_obstacle(self, first: Node, last: Node) -> str | None:
         """Return the reason against computing `first` and `last` as one node in the position of `last`.
 
         `last` must be the only user of `first`. No node between the two may have a side effect, or write into an input of
@@ -149,13 +149,10 @@ class GraphIndex:
         Args:
             first: the earlier node.
             last: the later node, which uses `first`.
-            value: the only input of `first` that the new node reads; by default, the new node reads all.
         """
-        if reason := use_obstacle(first, [last]):
-            return reason
-        values = [value] if value is not None else first.all_input_nodes or [first]
+        values = first.all_input_nodes or [first]
         reasons = (self.memory.write_between(first, last, each) for each in values)
-        return next(filter(None, reasons), None)
+        return use_obstacle(first, [last]) or next(filter(None, reasons), None)
 
     def keeping_obstacle(self, node: Node, value: Node) -> str | None:
         """Return the reason against a call at `node` that saves `value` for its gradients: a later write into `value`."""
