@@ -144,9 +144,10 @@ def _cut(index: GraphIndex) -> tuple[dict[Node, None], dict[Node, None]]:
         takes = all(n in body or isinstance(graph.value_of(n), Tensor) for n in given)
         writes = value is None and bool(index.memory.written_by(node))
         makes = (_is_plain(value) or writes) and node.op != "output" and not _is_on_objects(node)
-        if takes and makes and not any(n in late for n in given):
+        behind = any(n in late for n in given)
+        if takes and makes and not behind:
             body[node] = None
-        elif any(n in body or n in late for n in given) or node.op == "output":
+        elif behind or any(n in body for n in given) or node.op == "output":
             late[node] = None
     return body, late
 
