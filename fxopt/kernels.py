@@ -197,7 +197,7 @@ def _forward(
 def _can_run(layer: nn.Module, input: Tensor, other: Tensor | None) -> bool:
     """Tell whether an operator without derivatives, and which only knows dense tensors, does what the layer does."""
     weight, bias = parameters_of(layer).get("weight"), parameters_of(layer).get("bias")
-    if weight is None or not _are_read(weight, bias, input.dtype):
+    if not _are_read(weight, bias, input.dtype):
         return False
     if torch.is_grad_enabled() and any(
         each is not None and each.requires_grad for each in (weight, bias, input, other)
