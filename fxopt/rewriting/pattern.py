@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fxopt.operators import name_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.function_graph import FunctionGraph, trace_function
 from fxopt.rewriting.proof import Proof, prove, strides_of
+from fxopt.rewriting.random_inputs import is_finite
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.spelling import Call, arguments_of, call_of, ways
@@ -427,32 +428,24 @@ def _is_close(layer: nn.Module, other: nn.Module) -> bool:
 
 def _check_new(pass_: Pattern, new: nn.Module, old: list[nn.Module]) -> None:
     """Raise a PassError if a new layer has another dtype, device, gradient flag or training flag than the old ones."""
-    for fact in (_flags, _kinds):
-        known = {each for layer in old for each in fact(layer)}
-        other = {*fact(new)} - known if known else set()
+    for known, made in zip(_facts(old), _facts([new]), strict=True):
+        other = made - known if known else set()
         if other:
             raise PassError(
                 f"replacement of {pass_!r} made a {type(new).__name__} with {', '.join(sorted(other))}, and the old layers "
                 f"have {', '.join(sorted(known))}: start from a copy of an old layer, or convert the new one"
             )
-
-    finite = all(_is_finite(layer) for layer in old)
-    if finite and not _is_finite(new):
+    if is_finite([[*layer.parameters()] for layer in old]) and not is_finite([*new.parameters()]):
         raise PassError(
             f"replacement of {pass_!r} made a {type(new).__name__} with weights that are not finite"
         )
 
 
-def _is_finite(layer: nn.Module) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in layer.parameters())
-
-
-def _flags(layer: nn.Module) -> list[str]:
-    return [f"training={layer.training}"]
-
-
-def _kinds(layer: nn.Module) -> list[str]:
-    return [f"{p.dtype} on {p.device}, requires_grad={p.requires_grad}" for p in layer.parameters()]
+def _facts(layers: Sequence[nn.Module]) -> tuple[set[str], set[str]]:
+    """The training flags of layers, and what else counts of their parameters."""
+    parameters = (parameter for layer in layers for parameter in layer.parameters())
+    kinds = {f"{p.dtype} on {p.device}, requires_grad={p.requires_grad}" for p in parameters}
+    return {f"training={layer.training}" for layer in layers}, kinds
 
 
 def _nodes(values: Mapping[str, Any]) -> list[Node]:
