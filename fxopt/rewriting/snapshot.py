@@ -27,6 +27,7 @@ from fxopt.torch_internals import (
     PARAMETERS,
     TorchDispatchMode,
     is_erased,
+    pytree,
     root_of,
     used_names,
     written_arguments,
@@ -355,14 +356,10 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for value in written_arguments(operator, args, kwargs):
-            self._tell_of(value)
-        return operator(*args, **kwargs)
-
-    def _tell_of(self, value: Any) -> None:
-        for each in value if isinstance(value, Sequence) else [value]:
+        for each in pytree.tree_leaves(written_arguments(operator, args, kwargs)):
             for name, tensor in self._names.get(storage_of(each), ()) if isinstance(each, Tensor) else ():
                 self._tell(name, tensor)
+        return operator(*args, **kwargs)
 
 
 def refuse_writes(pass_: Any, snapshot: Snapshot) -> Writes:
