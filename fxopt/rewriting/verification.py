@@ -26,6 +26,7 @@ from fxopt.errors import PassError, UnverifiedWarning, error_text, warn
 from fxopt.float64 import wide_dtype
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
+from fxopt.outputs import tensors
 from fxopt.rewriting.edits import Edit, NodeState
 from fxopt.rewriting.host_first import errors_of_the_host
 from fxopt.rewriting.piece import Piece, Read
@@ -169,7 +170,7 @@ class Verifier:
             values = [self._value(self._nodes[name]) for name in piece.inputs]
         except _CannotRun:
             return []
-        return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+        return tensors(values)
 
     def _smaller_sizes(self, piece: Piece) -> dict[int, int]:
         """A small size for each large one of what flows in, unless weights or arguments have it, too.
@@ -229,7 +230,8 @@ class Verifier:
 
     def _shared(self, piece: Piece, values: Sequence[Any]) -> set[tuple[str, str]]:
         """Pairs of a value that the graph returns and an input of the graph that shares its memory, in a piece that was run."""
-        found = dict(zip(piece.outputs, map(_storages, values), strict=False))
+        memory = ({*map(storage_of, tensors(value))} for value in values)
+        found = dict(zip(piece.outputs, memory, strict=False))
         inputs = [name for name in piece.inputs if self._nodes[name].op in ("placeholder", "get_attr")]
         return {
             (pair[0], name) for pair in piece.returned for name in inputs if found[pair] & found[name, name]
@@ -313,10 +315,6 @@ def _thawed(piece: Piece) -> str | None:
     if taken and not any(taken) and any(put):
         return f"the weights of {', '.join(piece.put)} require gradients now"
     return None
-
-
-def _storages(value: Any) -> set[int]:
-    return {storage_of(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
 
 
 class _CannotRun(Exception):
