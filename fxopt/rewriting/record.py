@@ -100,16 +100,13 @@ class Step:
         pickled = self.transformation
         if not isinstance(pickled, bytes | None):
             pickled = pickle.dumps(pickled) if picklable(pickled) else None
-        edits = self.edits and tuple(_portable(edit) for edit in self.edits)
+        # Other metadata, such as fake tensors, means nothing in another process.
+        edits = self.edits and tuple(
+            dataclasses.replace(edit, meta=origin_of(edit)) if isinstance(edit, NodeEdit) else edit
+            for edit in self.edits
+        )
         # A graph module must not become unpicklable by what was applied to it.
         return {**self.__dict__, "transformation": pickled, "edits": edits if picklable(edits) else None}
-
-
-def _portable(edit: Edit) -> Edit:
-    """A change without metadata that means nothing in another process, as fake tensors."""
-    if not isinstance(edit, NodeEdit):
-        return edit
-    return dataclasses.replace(edit, meta=origin_of(edit))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,20 +175,6 @@ def find_record(graph_module: GraphModule) -> PassRecord | None:
     return record
 
 
-def make_record(graph_module: GraphModule) -> PassRecord:
-    """The record of `graph_module`, made if it has none."""
-    record = find_record(graph_module)
-    if record is None:
-        if hasattr(graph_module, RECORD):
-            raise PassError(
-                f"the graph module has an attribute {RECORD!r}, a name that fxopt needs: rename it"
-            )
-        record = PassRecord(graph_module.training)
-        record.owner = graph_module
-        graph_module.add_module(RECORD, record)
-    return record
-
-
 def steps_of(graph_module: GraphModule) -> list[Step]:
     """The applications to a graph module that were not undone, oldest first."""
     record = find_record(graph_module)
@@ -206,10 +189,18 @@ def orders_of(graph_module: GraphModule) -> dict[str, list[str]]:
 
 def set_steps(graph_module: GraphModule, steps: list[Step], orders: dict[str, list[str]]) -> None:
     """Write down what was applied; a record that has nothing to say goes."""
+    record = find_record(graph_module)
     if steps:
-        record = make_record(graph_module)
+        if record is None:
+            if hasattr(graph_module, RECORD):
+                raise PassError(
+                    f"the graph module has an attribute {RECORD!r}, a name that fxopt needs: rename it"
+                )
+            record = PassRecord(graph_module.training)
+            record.owner = graph_module
+            graph_module.add_module(RECORD, record)
         record.steps, record.orders = steps, orders
-    elif find_record(graph_module):
+    elif record:
         delattr(graph_module, RECORD)
 
 
