@@ -100,11 +100,8 @@ class Rewriter:
 
     def replace_input(self, node: Node, old: Node, new: Node) -> None:
         """Make one node take `new` wherever it took `old`."""
-
-        def renewed(value: Node) -> Node:
-            return new if value is old else value
-
-        self.set(node, args=map_arg(node.args, renewed), kwargs=map_arg(node.kwargs, renewed))
+        args, kwargs = map_arg((node.args, node.kwargs), lambda each: new if each is old else each)
+        self.set(node, args=args, kwargs=kwargs)
 
     def replace_uses(self, old: Node, new: Node) -> None:
         """Make all users of `old`, but for `new` itself, take `new`."""
