@@ -102,8 +102,8 @@ class Piece:
         """The nodes outside whose values it takes, or that take the place of its values."""
         uses, taken = self._uses(), set[str]()
         for after, side in enumerate((self.before, self.after)):
-            taken.update(pair[after] for pair in uses if pair[after] not in side)
-            taken.update(n for state in side.values() for n in state.references() if n not in side)
+            names = {pair[after] for pair in uses}.union(*(s.references() for s in side.values()))
+            taken |= names - side.keys()
         return sorted(taken)
 
     @property
