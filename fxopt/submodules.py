@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os.path
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -56,8 +57,7 @@ def common_parent(paths: Iterable[str]) -> str:
         ('encoder.layer.0', '')
     """
     parents = [split_path(path)[0].split(".") for path in paths]
-    shared = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*parents, strict=False))
-    return ".".join(names[0] for names in shared)
+    return ".".join(os.path.commonprefix(parents))  # noqa: RUF071 - of names, not of paths
 
 
 def module_at(root: nn.Module, path: str) -> nn.Module:
