@@ -57,12 +57,11 @@ class GraphIndex:
         self.graph_module = graph_module
         self.nodes = list(graph_module.graph.nodes)
         self.position = {node: index for index, node in enumerate(self.nodes)}
-        self.modules = dict(graph_module.named_modules(remove_duplicate=False))
+        self.modules: dict[str, nn.Module] = dict(graph_module.named_modules(remove_duplicate=False))
 
     def module(self, node: Node) -> nn.Module:
         """Return the module that a `call_module` node calls."""
-        module: nn.Module = self.modules[str(node.target)]
-        return module
+        return self.modules[str(node.target)]
 
     def called(self, node: Node) -> nn.Module | None:
         """Return the module that a node calls; `None` for nodes that call none."""
