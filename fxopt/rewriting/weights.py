@@ -64,10 +64,11 @@ class Left:
 
     def fits(self, value: Any) -> bool:
         """Tell whether `value` may be the module or tensor itself; its values, dtype and flags may have changed."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of({"": value})}
-        left = {name: facts[0] for name, facts in self.tensors.items()}
-        same = type(value) is self.kind and provenance(value) == self.made_by and shapes == left
-        return same and _kept(value) == self.options
+        mine, others = (
+            (left.kind, left.made_by, left.options, {n: facts[0] for n, facts in left.tensors.items()})
+            for left in (self, Left.of(value))
+        )
+        return mine == others
 
     def follow(self, restored: Any, now: Any) -> Any:
         """Give `restored` the dtype, device and gradients that `now` was given since it was left as this."""
