@@ -260,14 +260,9 @@ def _spells_out(now: NodeState, before: NodeState) -> bool:
         taken, was = (dict(zip(parameters, s.args, strict=False)) | dict(s.kwargs) for s in (now, before))
     except (TypeError, ValueError):  # no function of Python: torch.fx writes nothing out
         return False
-    return (
-        all(
-            repr(value) == repr(was[name]) if name in was else repr(value) == repr(parameters[name].default)
-            for name, value in taken.items()
-            if name in was or name in parameters
-        )
-        and was.keys() <= taken.keys()
-    )
+    given = {name: each.default for name, each in parameters.items()} | was
+    alike = (repr(value) == repr(given[name]) for name, value in taken.items() if name in given)
+    return was.keys() <= taken.keys() and all(alike)
 
 
 def _target_name(node: Node) -> str:
