@@ -11,7 +11,6 @@ import functools
 import inspect
 import pickle
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,13 +65,6 @@ class Step:
     by_hand: bool = _hidden(default=True)
     transformation: Any = _hidden(default=None)
     key: str = _hidden(default_factory=lambda: uuid.uuid4().hex)
-
-    @classmethod
-    def of(cls, pass_: Any, marked: Sequence[str], **facts: Any) -> Step:
-        """Describe an application of `pass_`, which marked these nodes; `facts` are the other fields."""
-        name, signature = repr(pass_), pass_.signature
-        facts |= {"marked": tuple(marked), "transformation": pass_}
-        return cls(name, signature, len(marked), pass_.reversible, **facts)
 
     @property
     def logged(self) -> bool:
