@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from fxopt import graph, operators
 from fxopt.operators import Fact, facts_of
-from fxopt.submodules import parts
+from fxopt.submodules import parts, weights_of
 from fxopt.torch_internals import FORWARD_HOOKS, OpOverload, OpOverloadPacket, schema_of, written_arguments
 
 
@@ -75,7 +75,7 @@ def written_parameters(module: nn.Module) -> Iterator[Tensor]:
     """The parameters and buffers that a call of a module of torch's own may write into."""
     for part in parts(module):
         if not operators.is_torch_module(part) or has_forward_hooks(part):
-            yield from (*part.parameters(), *part.buffers())
+            yield from weights_of(part)
         elif isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             yield part.weight
         elif part.training:

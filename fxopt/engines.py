@@ -28,7 +28,7 @@ from fxopt.errors import FallbackWarning, warn
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of
 from fxopt.rewriting.random_inputs import number_with
-from fxopt.submodules import sharing_copy
+from fxopt.submodules import sharing_copy, weights_of
 from fxopt.torch_internals import clear_workspaces, frozen, holding_inductor
 
 Function = Callable[..., Any]
@@ -216,7 +216,7 @@ def _check_body(body: GraphModule) -> None:
     index = GraphIndex(body)
     memory, inputs = index.memory, body.graph.find_nodes(op="placeholder")
     outputs: Any = body.graph.output_node().args[0]
-    if any(tensor.is_inference() for tensor in (*body.parameters(), *body.buffers())):
+    if any(tensor.is_inference() for tensor in weights_of(body)):
         raise Unfit("a weight was made under inference_mode: nobody notices what is written into it")
     for node in index.nodes:
         if effects.only_checks(node):

@@ -14,6 +14,7 @@ from fxopt.compare import rounds
 from fxopt.errors import GuardError
 from fxopt.graph import branches_of
 from fxopt.outputs import mapped
+from fxopt.submodules import weights_of
 from fxopt.torch_internals import TorchDispatchMode, converter_of, pytree, schema_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -134,8 +135,7 @@ class _Interpreter(torch.fx.Interpreter):
         module: Any = self.fetch_attr(target)
         if getattr(module, "checks_inputs", False):
             return None  # it would ask for the dtype of the capture
-        tensors = (*module.parameters(), *module.buffers())
-        if any(map(rounds, tensors)):
+        if any(map(rounds, weights_of(module))):
             module = copy.deepcopy(module)
             converter_of(module)(lambda tensor: tensor.to(wide_dtype(tensor, torch.float64)))
         with Float64():

@@ -275,7 +275,7 @@ class Memory:
             return [0]
         value = attribute(self._graph_module, str(node.target))
         if isinstance(value, nn.Module):  # what takes it may do anything with its tensors
-            return [id(value), *map(storage_of, (*value.parameters(), *value.buffers()))]
+            return [id(value), *map(storage_of, weights_of(value))]
         return [storage_of(value) if isinstance(value, Tensor) else id(value)]
 
 

@@ -238,8 +238,6 @@ def place_all(graph_module: GraphModule, values: Mapping[str, Any]) -> None:
 
 def sharing_copy(graph_module: GraphModule) -> GraphModule:
     """A deep copy that shares the parameters and buffers, in which the names of erased nodes stay reserved, too."""
-    tensors = (*graph_module.parameters(), *graph_module.buffers())
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
-    copied = copy.deepcopy(graph_module, memo)
+    copied = copy.deepcopy(graph_module, {id(tensor): tensor for tensor in weights_of(graph_module)})
     used_names(copied.graph).update(used_names(graph_module.graph))
     return copied
