@@ -180,8 +180,8 @@ def as_data(edit: Edit, keep: bool = True) -> Edit:
 
 def renamed(state: NodeState, old: str, new: str) -> NodeState:
     """The state of a node that takes the value of another node."""
-    args, kwargs = state.arguments(lambda name: Reference(new if name == old else name))
-    return dataclasses.replace(state, args=args, kwargs=kwargs)
+    arguments = state.arguments(lambda name: Reference(new if name == old else name))
+    return NodeState(state.op, state.target, *arguments)
 
 
 def conflicts(earlier: Iterable[Edit], later: Iterable[Edit]) -> bool:
