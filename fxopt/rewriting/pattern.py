@@ -136,7 +136,7 @@ class Pattern(ReversibleRewrite[Found]):
         for node in made.graph.nodes:
             if node.op == "placeholder":
                 nodes[node] = site.values[str(node.target)]
-            elif node.op != "output":
+            else:
                 target = (
                     paths[id(made.modules[str(node.target)])] if node.op == "call_module" else node.target
                 )
