@@ -62,7 +62,7 @@ class Numbers:
         numbers = self._drawn(value, shape, generator)
         if value.is_complex():
             numbers = torch.complex(numbers, self._drawn(value, shape, generator))
-        numbers = numbers.to(value.dtype).to(value.device)
+        numbers = numbers.to(value.device, value.dtype)
         return numbers.permute([order.index(dim) for dim in range(value.ndim)])
 
     def _drawn(self, value: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
