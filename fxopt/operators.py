@@ -187,8 +187,7 @@ def is_write_name(name: str) -> bool:
 
 def hooks_of(module: nn.Module) -> list[str]:
     """The kinds of hooks of a module, which may do anything to what it is called with."""
-    attributes = vars(module)
-    return [name for name in _HOOKS if attributes.get(name)]
+    return [name for name in _HOOKS if vars(module).get(name)]
 
 
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
