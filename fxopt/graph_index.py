@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from fxopt.graph import grouped, input_of, use_obstacle
 from fxopt.memory import Memory, storage_of
 from fxopt.operators import hooks_of
-from fxopt.submodules import attribute, is_plain, prefixes, split_path
+from fxopt.submodules import attribute, is_plain, prefixes, split_path, tensors_of
 from fxopt.torch_internals import (
     accumulation_hooks_of,
     backward_hooks_of,
@@ -185,11 +185,8 @@ class GraphIndex:
         """
         target = str(node.target)
         value = attribute(self.graph_module, target)
-        if isinstance(value, nn.Module):
-            tensors = [*value.named_parameters(), *value.named_buffers()]
-        else:
-            tensors = [(split_path(target)[1], value)] if isinstance(value, Tensor) else []
-        for name, tensor in tensors:
+        path = "" if isinstance(value, nn.Module) else split_path(target)[1]
+        for name, tensor in tensors_of({path: value}):
             for _, other, _ in self._holders.get(storage_of(tensor), ()):
                 yield name, other
 
