@@ -141,7 +141,7 @@ def kernels_for(layer: nn.Module, *, rounding: bool = False, alone: bool = False
 def fuses_epilogues(packed: nn.Module) -> bool:
     """Tell whether a packed layer adds and activates in the same step."""
     kernel = _kernel_of(packed)
-    return kernel is not None and kernel.fuses
+    return kernel is not None and not kernel.rounds
 
 
 def unguarded(packed: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:

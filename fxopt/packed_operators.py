@@ -70,8 +70,7 @@ class Kernel:
     Attributes:
         dtypes: those that it takes.
         pack: packs the weight of a layer for the shape of its input.
-        fuses: whether it adds and activates itself.
-        rounds: whether it rounds the weight to int8.
+        rounds: whether it rounds the weight to int8; the others add and activate themselves.
         multiple: what the number of features in a row has to be a multiple of.
         alone: whether it needs no other copy of the weight, and no more memory than that.
         any_shape: whether what is packed for one shape serves all, so that the graphs for prefill and decoding share it.
@@ -80,7 +79,6 @@ class Kernel:
 
     dtypes: tuple[torch.dtype, ...]
     pack: Callable[[Any, Sequence[int]], Packed]
-    fuses: bool
     rounds: bool = False
     multiple: int = 1
     alone: bool = True
@@ -341,20 +339,20 @@ def _shape_of_output(
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KERNELS: Mapping[type[nn.Module], Mapping[str, Kernel]] = {
     nn.Linear: {
-        "onednn": Kernel(_DTYPES, _onednn_linear, True, any_shape=True),
+        "onednn": Kernel(_DTYPES, _onednn_linear, any_shape=True),
         # It takes the weight beside the packed one, for inputs of other sizes.
-        "mkl": Kernel((torch.float32,), _mkl_linear, True, alone=False),
-        "int8": Kernel(_DTYPES[:2], _int8_linear, False, rounds=True),
+        "mkl": Kernel((torch.float32,), _mkl_linear, alone=False),
+        "int8": Kernel(_DTYPES[:2], _int8_linear, rounds=True),
         # With a number of features that is no multiple of 32, torch's kernel reads beyond the end.
-        "int8_weight": Kernel(_DTYPES[:2], _int8_weight_linear, False, rounds=True, multiple=64),
+        "int8_weight": Kernel(_DTYPES[:2], _int8_weight_linear, rounds=True, multiple=64),
     },
     nn.Conv2d: {
-        "onednn": Kernel(_DTYPES, _onednn_conv, True),
-        "matmul": Kernel(_DTYPES[:1], _matmul_conv, True, pixels=True),
+        "onednn": Kernel(_DTYPES, _onednn_conv),
+        "matmul": Kernel(_DTYPES[:1], _matmul_conv, pixels=True),
     },
     nn.Conv1d: {
-        "onednn": Kernel(_DTYPES, _of_one_row(_onednn_conv), True),
-        "matmul": Kernel(_DTYPES[:1], _of_one_row(_matmul_conv), True, pixels=True),
+        "onednn": Kernel(_DTYPES, _of_one_row(_onednn_conv)),
+        "matmul": Kernel(_DTYPES[:1], _of_one_row(_matmul_conv), pixels=True),
     },
 }
 
