@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import os.path
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -138,6 +139,17 @@ def tensors_of(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 def weights_of(value: Any) -> Iterator[Tensor]:
     """The tensor itself, or the parameters and buffers of a module."""
     return (tensor for _, tensor in tensors_of({"": value}))
+
+
+def digest(values: Mapping[str, Any]) -> str:
+    """A digest of the names, dtypes, shapes and numbers of the tensors of modules, and of tensors themselves."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, tensor in tensors_of(values):
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        if not tensor.is_meta:
+            flat = tensor.detach().cpu().contiguous().flatten()
+            found.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    return found.hexdigest()
 
 
 M = TypeVar("M", bound=nn.Module)

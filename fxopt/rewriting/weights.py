@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from fxopt.errors import UndoError
 from fxopt.operators import hooks_of
-from fxopt.submodules import tensors_of, with_values
+from fxopt.submodules import digest, tensors_of, with_values
 
 PROVENANCE = "fxopt_rewritten_by"
 """The attribute of a module that a pass made: the signatures of the passes that made it what it is."""
@@ -109,10 +108,10 @@ class Keep:
     @classmethod
     def of(cls, before: Mapping[str, Any], after: Mapping[str, Any]) -> Keep:
         """Copy what a pass replaces; what was one object, or one tensor, stays one."""
-        return cls(copied({p: value for p, value in before.items() if value is not None}), _digest(after))
+        return cls(copied({p: value for p, value in before.items() if value is not None}), digest(after))
 
     def __call__(self, now: Mapping[str, Any], left: Mapping[str, Left]) -> Mapping[str, Any]:
-        if _digest(now) != self.values:
+        if digest(now) != self.values:
             raise UndoError(
                 f"the weights of {', '.join(now)} have changed since (by training, load_state_dict or a change of "
                 "dtype), and undoing would lose that. Put the weights back, or keep the rewritten model"
@@ -134,13 +133,3 @@ def copied(values: Mapping[str, Any], tensors: Mapping[int, Tensor] | None = Non
     if tensors is None:
         memo = {id(t): with_values(t, t.detach().clone()) for _, t in tensors_of(values)}
     return {path: copy.deepcopy(value, memo) for path, value in values.items()}
-
-
-def _digest(values: Mapping[str, Any]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in tensors_of(values):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        if not tensor.is_meta:
-            flat = tensor.detach().cpu().contiguous().flatten()
-            digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
-    return digest.hexdigest()
