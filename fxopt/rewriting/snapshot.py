@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxopt.errors import PassError
-from fxopt.graph import free_name, grouped
+from fxopt.graph import grouped
 from fxopt.memory import storage_of
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Swap, renamed
 from fxopt.rewriting.record import RECORD, PassRecord, orders_of, set_steps, steps_of
@@ -27,6 +27,7 @@ from fxopt.torch_internals import (
     PARAMETERS,
     TorchDispatchMode,
     is_erased,
+    name_counts,
     pytree,
     root_of,
     used_names,
@@ -157,7 +158,7 @@ class Snapshot:
         self.graph_module, self._graph = graph_module, graph_module.graph
         self._rows = {node.name: _Row.of(node) for node in self._graph.nodes}
         self._names = {row.node: name for name, row in self._rows.items()}
-        self._used_names = set(used_names(self._graph))
+        self._used_names = set(used_names(self._graph)), dict(name_counts(self._graph))
         self.steps, self.orders = steps_of(graph_module), orders_of(graph_module)
         self._modules = [
             _Module.of(path, module)
@@ -319,12 +320,12 @@ class Snapshot:
             previous = node
         for node in new:
             graph.erase_node(node)
-            free_name(graph, node.name)
         for row in rows:
             if given(row.node).name != row.name:
                 given(row.node).name = row.name
-        used_names(graph).clear()
-        used_names(graph).update(self._used_names)
+        for names, before in zip((used_names(graph), name_counts(graph)), self._used_names, strict=True):
+            names.clear()
+            names.update(before)
 
     def _again(self, row: _Row) -> Node:
         used_names(self._graph).discard(row.name)
