@@ -143,6 +143,7 @@ class Snapshot:
         graph_module: the graph module.
         steps: the passes that had been applied.
         orders: the orders of the record.
+        held: the modules, parameters and buffers by qualified name.
 
     Example:
         >>> import torch
@@ -165,19 +166,10 @@ class Snapshot:
             for path, module in graph_module.named_modules()
             if not isinstance(module, PassRecord)
         ]
-        tensors = (
-            tensor
-            for each in self._modules
-            for table in (PARAMETERS, BUFFERS)
-            for tensor in each.contents.get(table, {}).values()
-        )
+        self.held = {name: value for each in self._modules for name, value in each.held()}
+        tensors = (value for value in self.held.values() if isinstance(value, Tensor))
         # The memory is held: `.data = ...` gives a tensor another one, and perhaps another dtype.
-        self._tensors = [(t, t.requires_grad, t.data) for t in tensors if t is not None]
-
-    @functools.cached_property
-    def held(self) -> dict[str, Any]:
-        """The modules, parameters and buffers by qualified name."""
-        return {name: value for each in self._modules for name, value in each.held()}
+        self._tensors = [(tensor, tensor.requires_grad, tensor.data) for tensor in tensors]
 
     @property
     def nodes(self) -> dict[str, Node]:
