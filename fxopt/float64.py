@@ -60,10 +60,10 @@ class Float64(TorchDispatchMode):  # type: ignore[misc]
         """The floating values that an operator makes of numbers and integers, such as `torch.zeros(2)` and `indices / 3`."""
         if any(each.name == "dtype" for each in schema_of(operator).arguments):
             return operator(*args, **kwargs, dtype=torch.float64)
-        whole = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
         def one(leaf: Any) -> Any:
-            return leaf.double() if isinstance(leaf, Tensor) and leaf.dtype in whole else leaf
+            is_whole = isinstance(leaf, Tensor) and not (rounds(leaf) or leaf.is_quantized)
+            return leaf.double() if is_whole else leaf
 
         return operator(*pytree.tree_map(one, args), **kwargs)
 
