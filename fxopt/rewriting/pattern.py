@@ -161,9 +161,7 @@ class Pattern(ReversibleRewrite[Found]):
         for module in new:
             _check_new(self, module, [site.values[name] for name in site.calls])
         if new and gone:
-            place = str(
-                max(site.calls[name] for name in site.calls if str(site.calls[name].target) in gone).target
-            )
+            place = str(max(call for call in site.calls.values() if str(call.target) in gone).target)
             restore = self._restore(site, place, new[0], gone) if len(new) == 1 else None
             rewriter.swap({place: new[0]}, [path for path in gone if path != place], restore)
             paths[id(new[0])], new, gone = place, new[1:], []
