@@ -84,7 +84,7 @@ def written_parameters(module: nn.Module) -> Iterator[Tensor]:
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Tell whether a module has hooks on its forward, which may do anything, but for those of torch that compute a weight."""
-    return len(weight_hooks_of(module)) < sum(1 for _ in _forward_hooks(module))
+    return len(weight_hooks_of(module)) < len([*_forward_hooks(module)])
 
 
 def weight_hooks_of(module: nn.Module) -> list[Any]:

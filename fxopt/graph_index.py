@@ -170,13 +170,13 @@ class GraphIndex:
         if modules_of(module) or _tensors(module):
             return "the module has parameters, buffers or children"
         places = (self._foreign_parent(n) or self._read_directly(n) for n in self.names(module))
-        return self._unusual(module) or next((reason for reason in places if reason), None)
+        return self._unusual(module) or next(filter(None, places), None)
 
     def obstacle_in_place(self, module: nn.Module) -> str | None:
         """Return the reason against replacing `module` under all its names by a copy with other weights."""
         places = (self._foreign_parent(name) for name in self.names(module))
         parts = (self._unusual(part) for part in module.modules())
-        return next((reason for reason in (*parts, *places) if reason), None)
+        return next(filter(None, (*parts, *places)), None)
 
     def sharing(self, node: Node) -> Iterator[tuple[str, str]]:
         """Yield each tensor of the target of a `call_module` or `get_attr` node with every name that shares its memory.

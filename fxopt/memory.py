@@ -99,8 +99,8 @@ class Memory:
 
     def writer_of(self, value: nn.Module | Tensor) -> Node | None:
         """Return a node that may write into `value`, a parameter or buffer or a module with such; `None` if no node may."""
-        tensors = map(storage_of, weights_of(value))
-        return next((self._memory_writers[s] for s in tensors if s in self._memory_writers), None)
+        writers = (self._memory_writers.get(storage_of(tensor)) for tensor in weights_of(value))
+        return next(filter(None, writers), None)
 
     def may_alias(self, left: Node, right: Node) -> bool:
         """Return True if two values may share memory."""
