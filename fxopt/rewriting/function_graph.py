@@ -81,17 +81,13 @@ def trace_function(pass_: Any, method: str, values: Mapping[str, Any]) -> Functi
     made, modules, call = Graph(), dict[str, nn.Module](), nn.Module.__call__
     tracer, where = GraphAppendingTracer(made), f"{method} of {type(pass_).__name__}"
 
-    def node_of(value: Any) -> Any:
-        return value.node if isinstance(value, Proxy) else value
-
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(value, Proxy) for value in (*args, *kwargs.values())):
             return call(module, *args, **kwargs)
         known = (name for name, value in values.items() if value is module)
         target = next(known, f"new_{id(module)}")
         modules[target] = module
-        given = map_aggregate((args, kwargs), node_of)
-        return Proxy(made.call_module(target, *given), tracer)
+        return tracer.create_proxy("call_module", target, args, kwargs)
 
     given = {
         name: Proxy(made.placeholder(name), tracer) if value is None or isinstance(value, Node) else value
