@@ -145,9 +145,9 @@ class Piece:
         side, place = self.after if after else self.before, self._places[after]
         found = collections.defaultdict[str, list[Read]](list)
         for read in self.reads:
-            behind = [name for name in side if place[name] > place.get(read.user, len(place))]
-            if behind:
-                found[min(behind, key=place.__getitem__)].append(read)
+            behind = (name for name in side if place[name] > place.get(read.user, len(place)))
+            if first := next(behind, None):
+                found[first].append(read)
         return found
 
     def leave_out(self, name: str) -> None:
