@@ -59,7 +59,8 @@ class Left:
     def of(cls, value: Any) -> Left:
         """Describe a module or tensor."""
         facts = {n: (tuple(t.shape), t.dtype, t.device, t.requires_grad) for n, t in tensors_of({"": value})}
-        return cls(type(value), provenance(value), facts, getattr(value, "training", False), _kept(value))
+        options = f"{options_of(value)} {hooks_of(value)}" if isinstance(value, nn.Module) else ""
+        return cls(type(value), provenance(value), facts, getattr(value, "training", False), options)
 
     def fits(self, value: Any) -> bool:
         """Tell whether `value` may be the module or tensor itself; its values, dtype and flags may have changed."""
@@ -83,10 +84,6 @@ class Left:
                     if isinstance(tensor, nn.Parameter):
                         tensor.requires_grad_(flags.get(name, any(flags.values())))
         return restored
-
-
-def _kept(value: Any) -> str:
-    return f"{options_of(value)} {hooks_of(value)}" if isinstance(value, nn.Module) else ""
 
 
 Restore = Callable[[Mapping[str, Any], Mapping[str, Left]], Mapping[str, Any]]
