@@ -231,13 +231,11 @@ def _restore_nodes(graph_module: GraphModule, facts: list[_NodeFact]) -> None:
     for fact, node in zip(facts, nodes, strict=True):
         if {by_name[name] for name in fact.state.references()} != {*node.all_input_nodes}:
             return
-    graph = graph_module.graph
-    renamed = [(node, fact.name) for fact, node in zip(facts, nodes, strict=True) if node.name != fact.name]
-    used_names(graph).difference_update(node.name for node, _ in renamed)
-    for node, name in renamed:
-        used_names(graph).add(name)
-        node.name = name
+    names = used_names(graph_module.graph)
+    names.difference_update(node.name for node in nodes)
+    names.update(by_name)
     for fact, node in zip(facts, nodes, strict=True):
+        node.name = fact.name
         if fact.marks:
             node.meta[MARKS] = fact.marks
         if _spells_out(NodeState.of(node), fact.state):
