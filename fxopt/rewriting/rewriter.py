@@ -107,10 +107,9 @@ class Rewriter:
         """Make all users of `old`, but for `new` itself, take `new`."""
         check_nodes(self.graph, old, new)
         kept = tuple(user.name for user in new.users)
-        users = [user for user in old.users if user is not new]
-        for user in [user for user in users if user in new.users]:
+        for user in [user for user in old.users if user is not new and user in new.users]:
             self.replace_input(user, old, new)  # it takes both: only its arguments say which input was `old`
-            users.remove(user)
+        users = [user for user in old.users if user is not new]
         for user in users:
             user.replace_input_with(old, new)
         stands_in = new.name in self.made or (new.op == "call_module" and new.target in self._swapped)
