@@ -103,9 +103,9 @@ def names_in(graph_module: GraphModule, parent: str) -> list[str]:
 
 def put_in_order(graph_module: GraphModule, parent: str, names: Iterable[str]) -> None:
     """Bring parameters, buffers and children back to a recorded order; those that are new since then come last."""
-    module, recorded = module_at(graph_module, parent), dict.fromkeys(names)
+    module, places = module_at(graph_module, parent), {name: place for place, name in enumerate(names)}
     for held in (parameters_of(module), buffers_of(module), modules_of(module)):
-        for name in [*(n for n in recorded if n in held), *(n for n in held if n not in recorded)]:
+        for name in sorted(held, key=lambda name: places.get(name, len(places))):
             held[name] = held.pop(name)
 
 
