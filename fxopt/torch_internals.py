@@ -241,18 +241,14 @@ def is_transforming() -> bool:
 
 # --- kernels
 
-_kernel = functools.partial(
-    private, without="layers are not packed for this kernel", otherwise=_no_kernel
-)
+_kernel = functools.partial(private, without="layers are not packed for this kernel", otherwise=_no_kernel)
 
 linear_pointwise, linear_add = (
-    _kernel(f"torch.ops.mkldnn._linear_pointwise.{overload}")
-    for overload in ("default", "binary")
+    _kernel(f"torch.ops.mkldnn._linear_pointwise.{overload}") for overload in ("default", "binary")
 )
 reorder_linear_weight = _kernel("torch.ops.mkldnn._reorder_linear_weight")
 convolution_pointwise, convolution_add = (
-    _kernel(f"torch.ops.mkldnn._convolution_pointwise.{overload}")
-    for overload in ("default", "binary")
+    _kernel(f"torch.ops.mkldnn._convolution_pointwise.{overload}") for overload in ("default", "binary")
 )
 convolution_add_into = _kernel("torch.ops.mkldnn._convolution_pointwise_.binary")
 reorder_convolution_weight = _kernel("torch.ops.mkldnn._reorder_convolution_weight")

@@ -61,7 +61,9 @@ class MaskReader:
         unless: str | None = f"{node.name} may hold -inf: a row of it is NaN, and would be zeros"
         if device != "cpu":
             least = _LEAST_ELSEWHERE
-            unless = f"{node.name} may hold {least:.1e} or less: kernels of {device} give zeros for a row of it"
+            unless = (
+                f"{node.name} may hold {least:.1e} or less: kernels of {device} give zeros for a row of it"
+            )
         return Mask(node, step, unless=unless if self._may_hold(least, node) else None)
 
     def filled(self, node: Node, step: Node, source: Node, fill: Any, where: bool = True) -> Mask:

@@ -316,9 +316,7 @@ class _Wanted:
         for one, other in ways(call, own):
             yield from self._all(one, other, found)
 
-    def _all(
-        self, wanted: Mapping[Any, Any], values: Mapping[Any, Any], found: Found
-    ) -> Iterator[Found]:
+    def _all(self, wanted: Mapping[Any, Any], values: Mapping[Any, Any], found: Found) -> Iterator[Found]:
         if wanted.keys() != values.keys():
             return
         if not wanted:

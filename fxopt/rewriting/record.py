@@ -63,7 +63,7 @@ class Step:
     within: tuple[str, ...] = _hidden(default=())
     parts: tuple[Step, ...] = _hidden(default=())
     by_hand: bool = _hidden(default=True)
-    transformation: Any = _hidden(default=None)
+    transformation: Any = _hidden(default=None)  # noqa: RUF009 - it makes a field
     key: str = _hidden(default_factory=lambda: uuid.uuid4().hex)
 
     @property
