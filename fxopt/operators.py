@@ -118,7 +118,8 @@ def facts_of(node: Node, module: nn.Module | None = None) -> Fact:
     """
     if module is None:
         return TABLE.get(name_of(node), Fact(0))
-    return Fact(0) if hooks_of(module) or "forward" in vars(module) else _facts_of_kind(type(module))
+    kind: Any = type(module)
+    return Fact(0) if hooks_of(module) or "forward" in vars(module) else _facts_of_kind(kind)
 
 
 def reads_bits(node: Node) -> bool:
