@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import functools
 import math
+import operator
 import re
 import types
 import zlib
@@ -86,18 +87,13 @@ def compare(
         >>> compare({"a": torch.ones(2)}, {"a": torch.tensor([1.0, 1.5])}).max_abs
         0.5
     """
-    count = values = 0
-    max_abs = max_rel = 0.0
-    where = ""
-    for place, left, right in pairs(expected, actual, path, dtypes=dtypes, strides=strides):
-        absolute, relative = tensor_error(left, right, nan_anywhere)
-        count, values = count + 1, values + left.numel()
-        if not where or relative > max_rel:
-            max_rel, where = relative, place
-        max_abs = max(max_abs, absolute)
-    if not count or not values:
+    both = pairs(expected, actual, path, dtypes=dtypes, strides=strides)
+    values = sum(left.numel() for _, left, _ in both)
+    if not values:
         raise AssertionError(f"the {path or 'output'}s hold no tensor with values, so nothing was compared")
-    return Difference(count, values, max_abs, max_rel, where)
+    errors = [(place, *tensor_error(left, right, nan_anywhere)) for place, left, right in both]
+    where, _, max_rel = max(errors, key=operator.itemgetter(2))
+    return Difference(len(both), values, max(absolute for _, absolute, _ in errors), max_rel, where)
 
 
 def pairs(

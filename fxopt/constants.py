@@ -63,7 +63,7 @@ def constants_of(index: GraphIndex, freeze: bool = False) -> dict[Node, None]:
 
 def is_watched(value: nn.Module | Tensor) -> bool:
     """Tell whether a write into a tensor, or into those of a module, can be noticed: inference tensors have no version."""
-    return not any(tensor.is_inference() for _, tensor in submodules.tensors_of({"": value}))
+    return not any(tensor.is_inference() for tensor in submodules.weights_of(value))
 
 
 def is_changing(value: Any, depth: int = 6) -> bool:

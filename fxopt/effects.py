@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from fxopt import graph, operators
 from fxopt.operators import Fact, facts_of
-from fxopt.submodules import parts
+from fxopt.submodules import parts, weights_of
 from fxopt.torch_internals import FORWARD_HOOKS, OpOverload, OpOverloadPacket, schema_of, written_arguments
 
 
@@ -79,7 +79,7 @@ def written_parameters(module: nn.Module) -> Iterator[Tensor]:
     """The parameters and buffers that a call of a module of torch's own may write into."""
     for part in parts(module):
         if not operators.is_torch_module(part) or has_forward_hooks(part):
-            yield from (*part.parameters(), *part.buffers())
+            yield from weights_of(part)
         elif isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             yield part.weight
         elif part.training:
@@ -88,7 +88,7 @@ def written_parameters(module: nn.Module) -> Iterator[Tensor]:
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Tell whether a module has hooks on its forward, which may do anything, but for those of torch that compute a weight."""
-    return len(weight_hooks_of(module)) < sum(1 for _ in _forward_hooks(module))
+    return len(weight_hooks_of(module)) < len([*_forward_hooks(module)])
 
 
 def weight_hooks_of(module: nn.Module) -> list[Any]:
@@ -125,7 +125,7 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
     if Fact.STATISTICS in facts_of(node):
         return _written_statistics(node)
     if isinstance(target, OpOverload):
-        return _written_by_schema(node, target)
+        return tuple(graph.nodes_in(written_arguments(target, node.args, node.kwargs)))
     if isinstance(target, OpOverloadPacket):
         overloads = [getattr(target, name) for name in target.overloads()]
         return tuple(node.all_input_nodes) if any(schema_of(op).is_mutable for op in overloads) else ()
@@ -171,10 +171,6 @@ def _written_statistics(node: Node) -> tuple[Node, ...]:
         (given.get(name) for name in ("running_mean", "running_var")) if given.get(flag, default) else ()
     )
     return tuple(value for value in statistics if isinstance(value, Node))
-
-
-def _written_by_schema(node: Node, target: Any) -> tuple[Node, ...]:
-    return tuple(graph.nodes_in(written_arguments(target, node.args, node.kwargs)))
 
 
 def _out(node: Node) -> tuple[Node, ...]:

@@ -28,7 +28,7 @@ from fxopt.errors import FallbackWarning, warn
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of
 from fxopt.rewriting.random_inputs import number_with
-from fxopt.submodules import sharing_copy
+from fxopt.submodules import sharing_copy, weights_of
 from fxopt.torch_internals import clear_workspaces, frozen, holding_inductor
 
 Function = Callable[..., Any]
@@ -147,9 +147,10 @@ def _cut(index: GraphIndex) -> tuple[dict[Node, None], dict[Node, None]]:
         takes = all(n in body or isinstance(graph.value_of(n), Tensor) for n in given)
         writes = value is None and bool(index.memory.written_by(node))
         makes = (_is_plain(value) or writes) and node.op != "output" and not _is_on_objects(node)
-        if takes and makes and not any(n in late for n in given):
+        behind = any(n in late for n in given)
+        if takes and makes and not behind:
             body[node] = None
-        elif any(n in body or n in late for n in given) or node.op == "output":
+        elif behind or any(n in body for n in given) or node.op == "output":
             late[node] = None
     return body, late
 
@@ -213,7 +214,7 @@ def _check_body(body: GraphModule) -> None:
     index = GraphIndex(body)
     memory, inputs = index.memory, body.graph.find_nodes(op="placeholder")
     outputs: Any = body.graph.output_node().args[0]
-    if any(tensor.is_inference() for tensor in (*body.parameters(), *body.buffers())):
+    if any(tensor.is_inference() for tensor in weights_of(body)):
         raise Unfit("a weight was made under inference_mode: nobody notices what is written into it")
     for node in index.nodes:
         if effects.only_checks(node):

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fxopt.compare import rounds
 from fxopt.errors import GuardError
 from fxopt.graph import branches_of
 from fxopt.outputs import mapped
+from fxopt.submodules import weights_of
 from fxopt.torch_internals import TorchDispatchMode, converter_of, pytree, schema_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -21,7 +23,7 @@ _LOWER = (torch.float32, torch.bfloat16, torch.float16)
 
 def wide_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which to compute with a tensor, where floating numbers are of `dtype`."""
-    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
+    if dtype is None or not rounds(tensor):
         return tensor.dtype
     return dtype.to_complex() if tensor.is_complex() else dtype
 
@@ -58,10 +60,10 @@ class Float64(TorchDispatchMode):  # type: ignore[misc]
         """The floating values that an operator makes of numbers and integers, such as `torch.zeros(2)` and `indices / 3`."""
         if any(each.name == "dtype" for each in schema_of(operator).arguments):
             return operator(*args, **kwargs, dtype=torch.float64)
-        whole = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
         def one(leaf: Any) -> Any:
-            return leaf.double() if isinstance(leaf, Tensor) and leaf.dtype in whole else leaf
+            is_whole = isinstance(leaf, Tensor) and not (rounds(leaf) or leaf.is_quantized)
+            return leaf.double() if is_whole else leaf
 
         return operator(*pytree.tree_map(one, args), **kwargs)
 
@@ -133,8 +135,7 @@ class _Interpreter(torch.fx.Interpreter):
         module: Any = self.fetch_attr(target)
         if getattr(module, "checks_inputs", False):
             return None  # it would ask for the dtype of the capture
-        tensors = (*module.parameters(), *module.buffers())
-        if any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+        if any(map(rounds, weights_of(module))):
             module = copy.deepcopy(module)
             converter_of(module)(lambda tensor: tensor.to(wide_dtype(tensor, torch.float64)))
         with Float64():

@@ -128,6 +128,12 @@ def leaf_arguments(call: Any) -> list[Any]:
     return found
 
 
+def numbers_in(calls: Iterable[Any]) -> list[int | float]:
+    """The numbers among the arguments of nodes, or of what has their fields, each once."""
+    leaves = (leaf for call in calls for leaf in leaf_arguments(call))
+    return list(dict.fromkeys(leaf for leaf in leaves if type(leaf) in (int, float)))
+
+
 def called_module(root: nn.Module, node: Node) -> nn.Module | None:
     """The module that a node of a graph calls; `None` for nodes that call none."""
     return module_at(root, str(node.target)) if node.op == "call_module" else None
@@ -182,10 +188,7 @@ def grouped(pairs: Iterable[tuple[T, V]]) -> dict[T, list[V]]:
 
 def holds(node: Node, condition: Callable[[Tensor], bool]) -> bool:
     """Tell whether the value of `node`, as the trace described it, is or contains a tensor with a property."""
-    value = value_of(node)
-    if isinstance(value, Tensor):
-        return condition(value)
-    return bool(pytree.tree_any(lambda leaf: isinstance(leaf, Tensor) and condition(leaf), value))
+    return any(isinstance(leaf, Tensor) and condition(leaf) for leaf in pytree.tree_leaves(value_of(node)))
 
 
 def dtype_of(node: Node) -> torch.dtype | None:
@@ -327,4 +330,4 @@ def recast(described: Any, old: torch.dtype, new: torch.dtype) -> Any:
         # Not `to`: autograd may forbid to read a view that was written into.
         return like(leaf, dtype=new) if isinstance(leaf, Tensor) and leaf.dtype == old else leaf
 
-    return renewed(described) if isinstance(described, Tensor) else pytree.tree_map(renewed, described)
+    return pytree.tree_map(renewed, described)

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from fxopt.graph import grouped, input_of, use_obstacle
 from fxopt.memory import Memory, storage_of
 from fxopt.operators import hooks_of
-from fxopt.submodules import attribute, is_plain, prefixes, split_path
+from fxopt.submodules import attribute, is_plain, prefixes, split_path, tensors_of
 from fxopt.torch_internals import (
     accumulation_hooks_of,
     backward_hooks_of,
@@ -57,12 +57,11 @@ class GraphIndex:
         self.graph_module = graph_module
         self.nodes = list(graph_module.graph.nodes)
         self.position = {node: index for index, node in enumerate(self.nodes)}
-        self.modules = dict(graph_module.named_modules(remove_duplicate=False))
+        self.modules: dict[str, nn.Module] = dict(graph_module.named_modules(remove_duplicate=False))
 
     def module(self, node: Node) -> nn.Module:
         """Return the module that a `call_module` node calls."""
-        module: nn.Module = self.modules[str(node.target)]
-        return module
+        return self.modules[str(node.target)]
 
     def called(self, node: Node) -> nn.Module | None:
         """Return the module that a node calls; `None` for nodes that call none."""
@@ -140,7 +139,7 @@ class GraphIndex:
                 return shared
         return self._foreign_parent(path)
 
-    def joining_obstacle(self, first: Node, last: Node, value: Node | None = None) -> str | None:
+    def joining_obstacle(self, first: Node, last: Node) -> str | None:
         """Return the reason against computing `first` and `last` as one node in the position of `last`.
 
         `last` must be the only user of `first`. No node between the two may have a side effect, or write into an input of
@@ -149,13 +148,10 @@ class GraphIndex:
         Args:
             first: the earlier node.
             last: the later node, which uses `first`.
-            value: the only input of `first` that the new node reads; by default, the new node reads all.
         """
-        if reason := use_obstacle(first, [last]):
-            return reason
-        values = [value] if value is not None else first.all_input_nodes or [first]
+        values = first.all_input_nodes or [first]
         reasons = (self.memory.write_between(first, last, each) for each in values)
-        return next(filter(None, reasons), None)
+        return use_obstacle(first, [last]) or next(filter(None, reasons), None)
 
     def keeping_obstacle(self, node: Node, value: Node) -> str | None:
         """Return the reason against a call at `node` that saves `value` for its gradients: a later write into `value`."""
@@ -174,13 +170,13 @@ class GraphIndex:
         if modules_of(module) or _tensors(module):
             return "the module has parameters, buffers or children"
         places = (self._foreign_parent(n) or self._read_directly(n) for n in self.names(module))
-        return self._unusual(module) or next((reason for reason in places if reason), None)
+        return self._unusual(module) or next(filter(None, places), None)
 
     def obstacle_in_place(self, module: nn.Module) -> str | None:
         """Return the reason against replacing `module` under all its names by a copy with other weights."""
         places = (self._foreign_parent(name) for name in self.names(module))
         parts = (self._unusual(part) for part in module.modules())
-        return next((reason for reason in (*parts, *places) if reason), None)
+        return next(filter(None, (*parts, *places)), None)
 
     def sharing(self, node: Node) -> Iterator[tuple[str, str]]:
         """Yield each tensor of the target of a `call_module` or `get_attr` node with every name that shares its memory.
@@ -189,11 +185,8 @@ class GraphIndex:
         """
         target = str(node.target)
         value = attribute(self.graph_module, target)
-        if isinstance(value, nn.Module):
-            tensors = [*value.named_parameters(), *value.named_buffers()]
-        else:
-            tensors = [(split_path(target)[1], value)] if isinstance(value, Tensor) else []
-        for name, tensor in tensors:
+        path = "" if isinstance(value, nn.Module) else split_path(target)[1]
+        for name, tensor in tensors_of({path: value}):
             for _, other, _ in self._holders.get(storage_of(tensor), ()):
                 yield name, other
 
@@ -228,12 +221,9 @@ class GraphIndex:
         others = [other for _, other in self.sharing(read) if other != path]
         if others:
             return f"{path} shares memory with {others[0]}"
-        if isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter:
-            return f"{path} is a {type(tensor).__name__}, not a plain parameter"
-        if backward_hooks_of(tensor) or accumulation_hooks_of(tensor):
-            return f"{path} has hooks"
         writer = self.memory.writer_of(tensor)
-        return self._foreign_parent(path) or (f"{writer.name} may write into {path}" if writer else None)
+        reason = _unusual_tensor(path, tensor) or self._foreign_parent(path)
+        return reason or (f"{writer.name} may write into {path}" if writer else None)
 
     def removable(self, node: Node) -> bool:
         """Return True if the module that `node` calls can be deleted once no node calls it."""
@@ -277,12 +267,8 @@ class GraphIndex:
             return f"the module has hooks ({', '.join(name.strip('_') for name in hooks)})"
         if "forward" in vars(module) or compiled_call_of(module) is not None:
             return "the forward of the module was replaced on the instance"
-        for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
-            if isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter:
-                return f"its {name} is a {type(tensor).__name__}, not a plain parameter"
-            if tensor is not None and (backward_hooks_of(tensor) or accumulation_hooks_of(tensor)):
-                return f"its {name} has hooks"
-        return None
+        reasons = (_unusual_tensor(f"its {name}", tensor) for name, tensor in _tensors(module).items())
+        return next(filter(None, reasons), None)
 
     def _foreign_parent(self, path: str) -> str | None:
         for prefix in prefixes(path)[:-1]:
@@ -336,3 +322,9 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers that a module itself holds."""
     both = {**parameters_of(module), **buffers_of(module)}
     return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+
+def _unusual_tensor(name: str, tensor: Tensor) -> str | None:
+    if isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter:
+        return f"{name} is a {type(tensor).__name__}, not a plain parameter"
+    return f"{name} has hooks" if backward_hooks_of(tensor) or accumulation_hooks_of(tensor) else None

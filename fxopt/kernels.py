@@ -141,7 +141,7 @@ def kernels_for(layer: nn.Module, *, rounding: bool = False, alone: bool = False
 def fuses_epilogues(packed: nn.Module) -> bool:
     """Tell whether a packed layer adds and activates in the same step."""
     kernel = _kernel_of(packed)
-    return kernel is not None and kernel.fuses
+    return kernel is not None and not kernel.rounds
 
 
 def unguarded(packed: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:
@@ -197,7 +197,7 @@ def _forward(
 def _can_run(layer: nn.Module, input: Tensor, other: Tensor | None) -> bool:
     """Tell whether an operator without derivatives, and which only knows dense tensors, does what the layer does."""
     weight, bias = parameters_of(layer).get("weight"), parameters_of(layer).get("bias")
-    if weight is None or not _are_read(weight, bias, input.dtype):
+    if not _are_read(weight, bias, input.dtype):
         return False
     if torch.is_grad_enabled() and any(
         each is not None and each.requires_grad for each in (weight, bias, input, other)

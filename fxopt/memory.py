@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from fxopt import effects, graph
 from fxopt.objects import set_attributes, set_items
 from fxopt.operators import Fact, facts_of, name_of
-from fxopt.submodules import attribute, tensors_of
+from fxopt.submodules import attribute, weights_of
 from fxopt.torch_internals import storage_identity
 from fxopt.torch_internals import version_of as writes_of
 
@@ -99,8 +99,8 @@ class Memory:
 
     def writer_of(self, value: nn.Module | Tensor) -> Node | None:
         """Return a node that may write into `value`, a parameter or buffer or a module with such; `None` if no node may."""
-        tensors = map(storage_of, (tensor for _, tensor in tensors_of({"": value})))
-        return next((self._memory_writers[s] for s in tensors if s in self._memory_writers), None)
+        writers = (self._memory_writers.get(storage_of(tensor)) for tensor in weights_of(value))
+        return next(filter(None, writers), None)
 
     def may_alias(self, left: Node, right: Node) -> bool:
         """Return True if two values may share memory."""
@@ -275,7 +275,7 @@ class Memory:
             return [0]
         value = attribute(self._graph_module, str(node.target))
         if isinstance(value, nn.Module):  # what takes it may do anything with its tensors
-            return [id(value), *map(storage_of, (*value.parameters(), *value.buffers()))]
+            return [id(value), *map(storage_of, weights_of(value))]
         return [storage_of(value) if isinstance(value, Tensor) else id(value)]
 
 

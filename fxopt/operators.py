@@ -118,9 +118,10 @@ def facts_of(node: Node, module: nn.Module | None = None) -> Fact:
         module: what it calls, for a `call_module` node; only one of exactly a type of `torch.nn`, without hooks,
             has facts.
     """
-    if module is not None:
-        return _facts_of_module(module)
-    return TABLE.get(name_of(node), Fact(0))
+    if module is None:
+        return TABLE.get(name_of(node), Fact(0))
+    kind: Any = type(module)
+    return Fact(0) if hooks_of(module) or "forward" in vars(module) else _facts_of_kind(kind)
 
 
 def reads_bits(node: Node) -> bool:
@@ -189,8 +190,7 @@ def is_write_name(name: str) -> bool:
 
 def hooks_of(module: nn.Module) -> list[str]:
     """The kinds of hooks of a module, which may do anything to what it is called with."""
-    attributes = vars(module)
-    return [name for name in _HOOKS if attributes.get(name)]
+    return [name for name in _HOOKS if vars(module).get(name)]
 
 
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
@@ -216,13 +216,6 @@ def _name_of_function(target: Any) -> str:
             getattr(home, name, None) is target for home in _HOMES
         )
     return _bare(name.split(".")[0]) if known else ""
-
-
-def _facts_of_module(module: nn.Module) -> Fact:
-    if hooks_of(module) or "forward" in vars(module):
-        return Fact(0)
-    kind: Any = type(module)
-    return _facts_of_kind(kind)
 
 
 @functools.lru_cache(maxsize=4096)

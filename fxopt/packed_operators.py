@@ -70,8 +70,7 @@ class Kernel:
     Attributes:
         dtypes: those that it takes.
         pack: packs the weight of a layer for the shape of its input.
-        fuses: whether it adds and activates itself.
-        rounds: whether it rounds the weight to int8.
+        rounds: whether it rounds the weight to int8; the others add and activate themselves.
         multiple: what the number of features in a row has to be a multiple of.
         alone: whether it needs no other copy of the weight, and no more memory than that.
         any_shape: whether what is packed for one shape serves all, so that the graphs for prefill and decoding share it.
@@ -80,7 +79,6 @@ class Kernel:
 
     dtypes: tuple[torch.dtype, ...]
     pack: Callable[[Any, Sequence[int]], Packed]
-    fuses: bool
     rounds: bool = False
     multiple: int = 1
     alone: bool = True
@@ -236,13 +234,13 @@ def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
     options = (padding_of(layer), layer.stride, layer.dilation, layer.groups)
     weight = layer.weight.detach().contiguous()
     packed = internals.reorder_convolution_weight(weight, *options, list(shape))
-    output_shape = _shape_of_output(layer)
+    output_shape = _shape_of_output(weight, *options)
 
     def compute(
         bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
     ) -> Tensor:
         input = with_strides_of_channels_last(input)
-        if other is not None and other.dtype is input.dtype and other.shape == output_shape(input):
+        if other is not None and other.dtype is input.dtype and other.shape == output_shape(input.shape):
             inputs = (other, input) if overwrites else (input, other)
             add = add_into if overwrites else run_and_add
             value: Tensor = add(*inputs, packed, bias, *options, "add", 1.0, None, [], None)
@@ -324,17 +322,16 @@ def _of_one_row(pack: Callable[[Any, Sequence[int]], Packed]) -> Callable[[nn.Co
     return of_sequences
 
 
-def _shape_of_output(layer: nn.Conv2d) -> Callable[[Tensor], tuple[int, ...]]:
-    features, padding = layer.out_channels, padding_of(layer) or [0, 0]
-    facts = [
-        (2 * p - d * (k - 1) - 1, s)
-        for p, d, k, s in zip(padding, layer.dilation, layer.kernel_size, layer.stride, strict=True)
-    ]
+def _shape_of_output(
+    weight: Tensor, padding: Any, stride: Any, dilation: Any, groups: int
+) -> Callable[[torch.Size], torch.Size]:
+    """A function that gives the shape of the output of a convolution by that of its input."""
+    weight = weight.to("meta")
 
-    def output_shape(input: Tensor) -> tuple[int, ...]:
-        batch, _, height, width = input.shape
-        (more, step), (more_wide, step_wide) = facts
-        return batch, features, (height + more) // step + 1, (width + more_wide) // step_wide + 1
+    @functools.lru_cache
+    def output_shape(shape: torch.Size) -> torch.Size:
+        value = torch.empty(shape, dtype=weight.dtype, device="meta")
+        return functional.conv2d(value, weight, None, stride, padding, dilation, groups).shape
 
     return output_shape
 
@@ -342,20 +339,20 @@ def _shape_of_output(layer: nn.Conv2d) -> Callable[[Tensor], tuple[int, ...]]:
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KERNELS: Mapping[type[nn.Module], Mapping[str, Kernel]] = {
     nn.Linear: {
-        "onednn": Kernel(_DTYPES, _onednn_linear, True, any_shape=True),
+        "onednn": Kernel(_DTYPES, _onednn_linear, any_shape=True),
         # It takes the weight beside the packed one, for inputs of other sizes.
-        "mkl": Kernel((torch.float32,), _mkl_linear, True, alone=False),
-        "int8": Kernel(_DTYPES[:2], _int8_linear, False, rounds=True),
+        "mkl": Kernel((torch.float32,), _mkl_linear, alone=False),
+        "int8": Kernel(_DTYPES[:2], _int8_linear, rounds=True),
         # With a number of features that is no multiple of 32, torch's kernel reads beyond the end.
-        "int8_weight": Kernel(_DTYPES[:2], _int8_weight_linear, False, rounds=True, multiple=64),
+        "int8_weight": Kernel(_DTYPES[:2], _int8_weight_linear, rounds=True, multiple=64),
     },
     nn.Conv2d: {
-        "onednn": Kernel(_DTYPES, _onednn_conv, True),
-        "matmul": Kernel(_DTYPES[:1], _matmul_conv, True, pixels=True),
+        "onednn": Kernel(_DTYPES, _onednn_conv),
+        "matmul": Kernel(_DTYPES[:1], _matmul_conv, pixels=True),
     },
     nn.Conv1d: {
-        "onednn": Kernel(_DTYPES, _of_one_row(_onednn_conv), True),
-        "matmul": Kernel(_DTYPES[:1], _of_one_row(_matmul_conv), True, pixels=True),
+        "onednn": Kernel(_DTYPES, _of_one_row(_onednn_conv)),
+        "matmul": Kernel(_DTYPES[:1], _of_one_row(_matmul_conv), pixels=True),
     },
 }
 

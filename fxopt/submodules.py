@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
+import os.path
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -56,8 +58,7 @@ def common_parent(paths: Iterable[str]) -> str:
         ('encoder.layer.0', '')
     """
     parents = [split_path(path)[0].split(".") for path in paths]
-    shared = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*parents, strict=False))
-    return ".".join(names[0] for names in shared)
+    return ".".join(os.path.commonprefix(parents))  # noqa: RUF071 - of names, not of paths
 
 
 def module_at(root: nn.Module, path: str) -> nn.Module:
@@ -102,9 +103,9 @@ def names_in(graph_module: GraphModule, parent: str) -> list[str]:
 
 def put_in_order(graph_module: GraphModule, parent: str, names: Iterable[str]) -> None:
     """Bring parameters, buffers and children back to a recorded order; those that are new since then come last."""
-    module, recorded = module_at(graph_module, parent), dict.fromkeys(names)
+    module, places = module_at(graph_module, parent), {name: place for place, name in enumerate(names)}
     for held in (parameters_of(module), buffers_of(module), modules_of(module)):
-        for name in [*(n for n in recorded if n in held), *(n for n in held if n not in recorded)]:
+        for name in sorted(held, key=lambda name: places.get(name, len(places))):
             held[name] = held.pop(name)
 
 
@@ -129,12 +130,26 @@ def tensors_of(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, Tensor):
             yield path, value
         elif isinstance(value, nn.Module):
-            nested = modules_of(value)  # what follows gives the same of a single layer, slowly
-            named = value.named_modules(prefix=path, remove_duplicate=False) if nested else [(path, value)]
-            for part, module in named:
+            for part, module in value.named_modules(prefix=path, remove_duplicate=False):
                 for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
                     if tensor is not None:
                         yield f"{part}.{name}".lstrip("."), tensor
+
+
+def weights_of(value: Any) -> Iterator[Tensor]:
+    """The tensor itself, or the parameters and buffers of a module."""
+    return (tensor for _, tensor in tensors_of({"": value}))
+
+
+def digest(values: Mapping[str, Any]) -> str:
+    """A digest of the names, dtypes, shapes and numbers of the tensors of modules, and of tensors themselves."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, tensor in tensors_of(values):
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        if not tensor.is_meta:
+            flat = tensor.detach().cpu().contiguous().flatten()
+            found.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    return found.hexdigest()
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -235,8 +250,6 @@ def place_all(graph_module: GraphModule, values: Mapping[str, Any]) -> None:
 
 def sharing_copy(graph_module: GraphModule) -> GraphModule:
     """A deep copy that shares the parameters and buffers, in which the names of erased nodes stay reserved, too."""
-    tensors = (*graph_module.parameters(), *graph_module.buffers())
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
-    copied = copy.deepcopy(graph_module, memo)
+    copied = copy.deepcopy(graph_module, {id(tensor): tensor for tensor in weights_of(graph_module)})
     used_names(copied.graph).update(used_names(graph_module.graph))
     return copied

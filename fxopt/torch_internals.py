@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import operator
 import os
@@ -240,28 +241,26 @@ def is_transforming() -> bool:
 
 # --- kernels
 
-_SLOWER = "layers are not packed for this kernel"
+_kernel = functools.partial(private, without="layers are not packed for this kernel", otherwise=_no_kernel)
 
 linear_pointwise, linear_add = (
-    private(f"torch.ops.mkldnn._linear_pointwise.{overload}", _SLOWER, _no_kernel)
-    for overload in ("default", "binary")
+    _kernel(f"torch.ops.mkldnn._linear_pointwise.{overload}") for overload in ("default", "binary")
 )
-reorder_linear_weight = private("torch.ops.mkldnn._reorder_linear_weight", _SLOWER, _no_kernel)
+reorder_linear_weight = _kernel("torch.ops.mkldnn._reorder_linear_weight")
 convolution_pointwise, convolution_add = (
-    private(f"torch.ops.mkldnn._convolution_pointwise.{overload}", _SLOWER, _no_kernel)
-    for overload in ("default", "binary")
+    _kernel(f"torch.ops.mkldnn._convolution_pointwise.{overload}") for overload in ("default", "binary")
 )
-convolution_add_into = private("torch.ops.mkldnn._convolution_pointwise_.binary", _SLOWER, _no_kernel)
-reorder_convolution_weight = private("torch.ops.mkldnn._reorder_convolution_weight", _SLOWER, _no_kernel)
-packed_nbytes = private("torch.ops.mkldnn._nbytes", _SLOWER, _no_kernel)
-mkl_linear = private("torch.ops.mkl._mkl_linear.default", _SLOWER, _no_kernel)
-mkl_reorder_linear_weight = private("torch.ops.mkl._mkl_reorder_linear_weight", _SLOWER, _no_kernel)
-int8_linear = private("torch._weight_int8pack_mm", _SLOWER, _no_kernel)
-quantized_linear = private("torch.ops.onednn.qlinear_pointwise.tensor", _SLOWER, _no_kernel)
-quantized_linear_weight = private("torch.ops.onednn.qlinear_prepack", _SLOWER, _no_kernel)
-dynamic_linear = private("torch.ops.quantized.linear_dynamic", _SLOWER, _no_kernel)
-dynamic_linear_weight = private("torch.ops.quantized.linear_prepack", _SLOWER, _no_kernel)
-quantized_by_rows = private("torch._make_per_channel_quantized_tensor", _SLOWER, _no_kernel)
+convolution_add_into = _kernel("torch.ops.mkldnn._convolution_pointwise_.binary")
+reorder_convolution_weight = _kernel("torch.ops.mkldnn._reorder_convolution_weight")
+packed_nbytes = _kernel("torch.ops.mkldnn._nbytes")
+mkl_linear = _kernel("torch.ops.mkl._mkl_linear.default")
+mkl_reorder_linear_weight = _kernel("torch.ops.mkl._mkl_reorder_linear_weight")
+int8_linear = _kernel("torch._weight_int8pack_mm")
+quantized_linear = _kernel("torch.ops.onednn.qlinear_pointwise.tensor")
+quantized_linear_weight = _kernel("torch.ops.onednn.qlinear_prepack")
+dynamic_linear = _kernel("torch.ops.quantized.linear_dynamic")
+dynamic_linear_weight = _kernel("torch.ops.quantized.linear_prepack")
+quantized_by_rows = _kernel("torch._make_per_channel_quantized_tensor")
 
 
 def holding_inductor(held: list[Any]) -> Any:

@@ -45,8 +45,7 @@ _SECONDS = 0.01  # how long to run each kernel of a layer
 
 _PROCESSES = "processes"  # in each row, how many found the same choice: 1.0 or 2.0
 
-_known: dict[str, dict[str, float]] = {}  # what two processes found, or this one
-_once: dict[str, dict[str, float]] = {}  # what one other process found
+_rows: dict[str, dict[str, float]] = {}  # by key; what this process found counts as found by two
 _lock = threading.Lock()  # threads that measure at once would slow each other down
 
 
@@ -93,8 +92,7 @@ def is_slower(layer: nn.Module, shape: Sequence[int], kernel: str, activation: s
     """Tell whether earlier measurements say that a kernel is slower than torch's own; measures nothing."""
     with _lock:
         _load()
-        key = _key(layer, shape, activation)
-        row = _known.get(key) or _once.get(key, {})
+        row = _rows.get(_key(layer, shape, activation), {})
     return kernel in row and row[kernel] > row[PLAIN]
 
 
@@ -113,22 +111,21 @@ def _looked_up(
     """The times of some names; measured where they are missing, or where only one other process has found them."""
     with _lock:
         _load()
-        known = _known.get(key, {})
-        if known.keys() >= {*names}:
-            return known
-        row, before = measure(), _once.pop(key, {})
-        agree = before.keys() >= {*names} and _is_fast(row, _choice({name: before[name] for name in names}))
-        shortest = {name: min(took, before.get(name, took)) for name, took in row.items()}
-        _known[key] = before | known | shortest | {_PROCESSES: 1.0 + agree}
-        _append(key, _known[key])
-        return _known[key]
+        before = _rows.get(key, {})
+        is_known = before.keys() >= {*names}
+        if is_known and before[_PROCESSES] >= 2:
+            return before
+        row = measure()
+        agree = is_known and _is_fast(row, _choice({name: before[name] for name in names}))
+        found = before | {name: min(took, before.get(name, took)) for name, took in row.items()}
+        _append(key, found | {_PROCESSES: 1.0 + agree})
+        _rows[key] = found | {_PROCESSES: 2.0}
+        return _rows[key]
 
 
 def _load() -> None:
-    if not (_known or _once):
-        rows = _read()
-        _once.update({key: row for key, row in rows.items() if row[_PROCESSES] < 2})
-        _known.update({key: row for key, row in rows.items() if row[_PROCESSES] >= 2})
+    if not _rows:
+        _rows.update(_read())
 
 
 def _is_fast(row: Mapping[str, float], name: str) -> bool:

@@ -61,6 +61,28 @@ def test_a_pass_that_fails_leaves_the_graph_module_as_it_was(pass_, error, trace
     assert_round_trip(before, traced)
 
 
+class AddsTwo(Transformation):
+    def __init__(self, fails):
+        self.fails = fails
+
+    def transform(self, graph_module):
+        output = graph_module.graph.output_node()
+        with graph_module.graph.inserting_before(output):
+            for _ in range(2):
+                graph_module.graph.call_function(torch.relu, output.args)
+        if self.fails:
+            raise KeyboardInterrupt
+        return graph_module
+
+
+def test_after_an_error_new_nodes_get_the_names_that_they_would_have_got():
+    traced = torch.fx.symbolic_trace(lambda x: torch.relu(x))
+    with pytest.raises(KeyboardInterrupt):
+        AddsTwo(True)(traced)
+    AddsTwo(False)(traced)
+    assert [node.name for node in traced.graph.nodes] == ["x", "relu", "relu_1", "relu_2", "output"]
+
+
 def test_an_undo_that_fails_leaves_the_graph_module_as_it_was():
     traced = MergeLinears()(torch.fx.symbolic_trace(Twins()))
     merged = next(name for name, _ in traced.named_children() if name.startswith("fxopt_merged_k"))

@@ -21,8 +21,7 @@ LAYER, SHAPE = nn.Linear(16, 8), (4, 16)
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FXOPT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tuning, "_known", {})
-    monkeypatch.setattr(tuning, "_once", {})
+    monkeypatch.setattr(tuning, "_rows", {})
     return tmp_path / "cache" / "kernels.jsonl"
 
 
@@ -32,8 +31,7 @@ def kept_in(cache):
 
 
 def forget(monkeypatch):
-    monkeypatch.setattr(tuning, "_known", {})
-    monkeypatch.setattr(tuning, "_once", {})
+    monkeypatch.setattr(tuning, "_rows", {})
 
 
 @pytest.mark.parametrize(("features", "copies"), [(16, 16), (1024, 8), (2500, 2), (4000, 1)])
@@ -189,7 +187,7 @@ def test_without_tuning_what_was_measured_as_slower_is_left_alone(monkeypatch, c
     assert not tuning.is_slower(layer, (2, 8), kernel)
     for slower in (True, False):
         times = dict.fromkeys(kernels_for(layer), 1.0) | {tuning.PLAIN: 0.5 if slower else 2.0}
-        monkeypatch.setitem(tuning._known, tuning._key(layer, (2, 8)), times)
+        monkeypatch.setitem(tuning._rows, tuning._key(layer, (2, 8)), times)
         assert tuning.is_slower(layer, (2, 8), kernel) is slower
         assert len(fxopt.PackLinears("known").explain(traced).sites) == (not slower)
         assert fxopt.PackLinears().explain(traced).sites  # the same on every machine

@@ -57,13 +57,14 @@ class MaskReader:
 
     def added(self, node: Node, step: Node) -> Mask:
         """The mask that a step adds."""
-        device = graph.value_of(step).device.type
-        least = -math.inf if device == "cpu" else _LEAST_ELSEWHERE
-        if not self._may_hold(least, node):
-            return Mask(node, step)
-        on_gpu = f"{node.name} may hold {least:.1e} or less: kernels of {device} give zeros for a row of it"
-        on_cpu = f"{node.name} may hold -inf: a row of it is NaN, and would be zeros"
-        return Mask(node, step, unless=on_cpu if device == "cpu" else on_gpu)
+        device, least = graph.value_of(step).device.type, -math.inf
+        unless: str | None = f"{node.name} may hold -inf: a row of it is NaN, and would be zeros"
+        if device != "cpu":
+            least = _LEAST_ELSEWHERE
+            unless = (
+                f"{node.name} may hold {least:.1e} or less: kernels of {device} give zeros for a row of it"
+            )
+        return Mask(node, step, unless=unless if self._may_hold(least, node) else None)
 
     def filled(self, node: Node, step: Node, source: Node, fill: Any, where: bool = True) -> Mask:
         """The mask by which a step gives scores another value, which has to be so small that no score counts beside it."""

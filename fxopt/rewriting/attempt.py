@@ -98,8 +98,15 @@ class Attempt:
             data.append(Swapped({}, None, False))  # more than is known
         if data or marked or inner:
             facts = {"sites": len(marked) or 1, "before": self.fingerprint, "after": after, **facts}
-            names = [node.name for node in marked]
-            standing.append(Step.of(self._pass, names, edits=tuple(data), parts=tuple(inner), **facts))
+            step = Step(
+                *(repr(self._pass), self._signature, len(marked), self._pass.reversible),
+                edits=tuple(data),
+                marked=tuple(node.name for node in marked),
+                parts=tuple(inner),
+                transformation=self._pass,
+                **facts,
+            )
+            standing.append(step)
         set_steps(result, standing, orders or orders_of(result) or self.snapshot.orders)
 
     def standing(self, result: GraphModule) -> tuple[list[Step], list[Step]]:

@@ -134,15 +134,14 @@ class ReversibleComposition(Composition, ReversibleTransformation):
         return self._reversed(graph_module)[0]
 
     def _reversed(self, graph_module: GraphModule) -> Applied:
-        result = graph_module if self.inplace else copy.deepcopy(graph_module)
-        steps = steps_of(result)
+        steps = steps_of(graph_module)
         own = [step for step in steps if self.signature in step.within]
         if not own:
             for part in leaves(self):
                 if isinstance(part, Rewrite) and part.signature not in {step.signature for step in steps}:
-                    undoing.check_no_trace(part, result)
-        copies = any(isinstance(part, DeepCopy) for part in leaves(self))
-        return undoing.undo_steps(copy.deepcopy(result) if copies else result, own)
+                    undoing.check_no_trace(part, graph_module)
+        copies = not self.inplace or any(isinstance(part, DeepCopy) for part in leaves(self))
+        return undoing.undo_steps(copy.deepcopy(graph_module) if copies else graph_module, own)
 
 
 def leaves(pass_: Transformation) -> Iterator[Transformation]:

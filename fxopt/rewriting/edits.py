@@ -180,8 +180,8 @@ def as_data(edit: Edit, keep: bool = True) -> Edit:
 
 def renamed(state: NodeState, old: str, new: str) -> NodeState:
     """The state of a node that takes the value of another node."""
-    args, kwargs = state.arguments(lambda name: Reference(new if name == old else name))
-    return dataclasses.replace(state, args=args, kwargs=kwargs)
+    arguments = state.arguments(lambda name: Reference(new if name == old else name))
+    return NodeState(state.op, state.target, *arguments)
 
 
 def conflicts(earlier: Iterable[Edit], later: Iterable[Edit]) -> bool:
@@ -226,6 +226,9 @@ class _Touched:
             self.needs.add((edit.name, "inputs"))
         for state in filter(None, (edit.before, edit.after)):
             self.needs.update((name, "exists") for name in state.references())
+            if "target" in edit.fields and state.op in ("call_module", "get_attr"):
+                self.needs.update((prefix, "module") for prefix in prefixes(state.target))
+                self.needs.update([(state.target, "part")] if state is edit.before else [])
         if edit.before is None or edit.after is None:
             self.sets.add((edit.name, "exists"))
         elif edit.meta:
@@ -236,13 +239,6 @@ class _Touched:
             self.needs.add((edit.previous, "exists"))
             aspects = ("value", *FIELDS)
             self.needs.update((name, aspect) for name in edit.before.references() for aspect in aspects)
-        if "target" not in edit.fields:
-            return
-        if edit.before and edit.before.op in ("call_module", "get_attr"):
-            self.needs.update((prefix, "module") for prefix in prefixes(edit.before.target))
-            self.needs.add((edit.before.target, "part"))
-        if edit.after and edit.after.op in ("call_module", "get_attr"):
-            self.needs.update((prefix, "module") for prefix in prefixes(edit.after.target))
 
 
 def picklable(value: Any) -> bool:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import operator
-from collections.abc import Hashable
+from collections.abc import Iterator
 
-import torch
 from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from fxopt.rewriting.edits import ADDRESS, target_text
 from fxopt.rewriting.record import PassRecord
 from fxopt.rewriting.weights import options_of
-from fxopt.torch_internals import BUFFERS, MODULES, PARAMETERS
+from fxopt.torch_internals import buffers_of, parameters_of
 
 
 def fingerprint(graph_module: GraphModule) -> str:
@@ -27,8 +25,7 @@ def fingerprint(graph_module: GraphModule) -> str:
     nodes = [
         f"{n.name} {n.op} {target_text(n.target)} {n.args!r} {n.kwargs!r}" for n in graph_module.graph.nodes
     ]
-    entries: list[tuple[str, int, str]] = []
-    _describe("", graph_module, entries)
+    entries = [*_entries(graph_module)]
     order = [path for path, _, _ in entries]
     entries.sort(key=operator.itemgetter(0))
     first: dict[int, str] = {}  # what is one module or tensor has the least of its names
@@ -42,22 +39,15 @@ def _digest(lines: list[str]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _describe(path: str, module: torch.nn.Module, entries: list[tuple[str, int, str]]) -> None:
-    """Append path, identity and description of a module, and of each module and tensor in it."""
-    held = vars(module)
-    kind = type(module).__name__ if path else ""
-    entries.append((path, id(module), f"{kind} {module.training} {options_of(module)}"))
-    for name, tensor in (*held[PARAMETERS].items(), *held[BUFFERS].items()):
-        if tensor is not None:
-            kind = type(tensor).__name__
-            shape = () if is_lazy(tensor) else tensor.shape
-            text = _text_of(kind, shape, tensor.dtype, tensor.device, tensor.requires_grad)
-            entries.append((f"{path}.{name}", id(tensor), text))
-    for name, child in held[MODULES].items():
-        if child is not None and not isinstance(child, PassRecord):
-            _describe(f"{path}.{name}", child, entries)
-
-
-@functools.lru_cache(maxsize=4096)
-def _text_of(*facts: Hashable) -> str:
-    return repr(facts)
+def _entries(graph_module: GraphModule) -> Iterator[tuple[str, int, str]]:
+    """Path, identity and description of each module, and of each tensor in it."""
+    for name, module in graph_module.named_modules(remove_duplicate=False):
+        if isinstance(module, PassRecord):
+            continue
+        path, kind = (f".{name}", type(module).__name__) if name else ("", "")
+        yield path, id(module), f"{kind} {module.training} {options_of(module)}"
+        for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
+            if tensor is not None:
+                shape = () if is_lazy(tensor) else tensor.shape
+                facts = type(tensor).__name__, shape, tensor.dtype, tensor.device, tensor.requires_grad
+                yield f"{path}.{name}", id(tensor), repr(facts)

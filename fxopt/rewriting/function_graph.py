@@ -55,12 +55,6 @@ class FunctionGraph:
         """True if a call may draw random numbers."""
         return any(effects.draws(node, self.modules.get(str(node.target))) for node in self.graph.nodes)
 
-    @property
-    def numbers(self) -> list[int | float]:
-        """The numbers among the arguments of its calls."""
-        leaves = (leaf for node in self.graph.nodes for leaf in graph.leaf_arguments(node))
-        return list(dict.fromkeys(leaf for leaf in leaves if type(leaf) in (int, float)))
-
     def run(self, values: Mapping[str, Any]) -> Any:
         """Compute the function of tensors, by parameter."""
         found: dict[Node, Any] = {}
@@ -87,17 +81,13 @@ def trace_function(pass_: Any, method: str, values: Mapping[str, Any]) -> Functi
     made, modules, call = Graph(), dict[str, nn.Module](), nn.Module.__call__
     tracer, where = GraphAppendingTracer(made), f"{method} of {type(pass_).__name__}"
 
-    def node_of(value: Any) -> Any:
-        return value.node if isinstance(value, Proxy) else value
-
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(value, Proxy) for value in (*args, *kwargs.values())):
             return call(module, *args, **kwargs)
         known = (name for name, value in values.items() if value is module)
         target = next(known, f"new_{id(module)}")
         modules[target] = module
-        given = map_aggregate((args, kwargs), node_of)
-        return Proxy(made.call_module(target, *given), tracer)
+        return tracer.create_proxy("call_module", target, args, kwargs)
 
     given = {
         name: Proxy(made.placeholder(name), tracer) if value is None or isinstance(value, Node) else value

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxopt.compare import rounds
 from fxopt.torch_internals import TorchDispatchMode, pytree
 
 
@@ -44,7 +45,7 @@ def _may_end(operator: Any, given: list[Tensor]) -> bool:
     return (
         torch.Tag.nondeterministic_seeded in operator.tags
         or operator.__name__.startswith(("_assert", "binary_cross_entropy."))
-        or any(not (each.is_floating_point() or each.is_complex()) for each in given)
+        or not all(map(rounds, given))
     )
 
 

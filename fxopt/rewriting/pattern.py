@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,14 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxopt import effects, graph, submodules
-from fxopt.compare import Unlike, epsilon, pairs, tensor_error
+from fxopt.compare import epsilon, norm_error, unlike
 from fxopt.errors import PassError, UndoError
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import name_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.function_graph import FunctionGraph, trace_function
 from fxopt.rewriting.proof import Proof, prove, strides_of
+from fxopt.rewriting.random_inputs import is_finite
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.spelling import Call, arguments_of, call_of, ways
@@ -104,9 +105,10 @@ class Pattern(ReversibleRewrite[Found]):
 
     def match(self, graph_module: GraphModule) -> Iterator[Found | Refusal]:
         """Yield the places that compute the pattern and do not overlap; others are found when these are rewritten."""
-        wanted, index, taken = _Wanted(self), GraphIndex(graph_module), set[Node]()
+        index, taken = GraphIndex(graph_module), set[Node]()
+        wanted = _Wanted(self, index)
         for node in index.nodes:
-            found = wanted.found_at(node, index)
+            found = wanted.found_at(node)
             if found is None or not taken.isdisjoint((*found.inside.values(), *_nodes(found.values))):
                 continue
             reason, steps = self._obstacle(index, found, wanted), None
@@ -134,7 +136,7 @@ class Pattern(ReversibleRewrite[Found]):
         for node in made.graph.nodes:
             if node.op == "placeholder":
                 nodes[node] = site.values[str(node.target)]
-            elif node.op != "output":
+            else:
                 target = (
                     paths[id(made.modules[str(node.target)])] if node.op == "call_module" else node.target
                 )
@@ -159,9 +161,7 @@ class Pattern(ReversibleRewrite[Found]):
         for module in new:
             _check_new(self, module, [site.values[name] for name in site.calls])
         if new and gone:
-            place = str(
-                max(site.calls[name] for name in site.calls if str(site.calls[name].target) in gone).target
-            )
+            place = str(max(call for call in site.calls.values() if str(call.target) in gone).target)
             restore = self._restore(site, place, new[0], gone) if len(new) == 1 else None
             rewriter.swap({place: new[0]}, [path for path in gone if path != place], restore)
             paths[id(new[0])], new, gone = place, new[1:], []
@@ -206,7 +206,8 @@ class Pattern(ReversibleRewrite[Found]):
 
     def _proof_at(self, index: GraphIndex, found: Found, own_layers: bool = False) -> Proof:
         """The proof for the values of a place; its reason is also about what else reads them."""
-        proof = prove(self, found.values, _floats(self), index, own_layers)
+        floats = [name for name, kind in _kinds_of(self).items() if kind is float]
+        proof = prove(self, found.values, floats, index, own_layers)
         value, reason = graph.value_of(found.node), proof.reason
         if reason is None and isinstance(value, Tensor) and strides_of(value) != proof.strides:
             reason = "the pattern gives another layout in memory than this order of its values"
@@ -219,14 +220,14 @@ class Pattern(ReversibleRewrite[Found]):
 
 
 class _Wanted:
-    """The pattern of a pass as a graph.
+    """The pattern of a pass as a graph, to be found in another one.
 
     Attributes:
         kinds: the annotations of its parameters, by name.
     """
 
-    def __init__(self, pass_: Pattern) -> None:
-        self._pass, self.kinds = pass_, _kinds_of(pass_)
+    def __init__(self, pass_: Pattern, index: GraphIndex) -> None:
+        self._pass, self._index, self.kinds = pass_, index, _kinds_of(pass_)
         layers = {name: _Layer() if _is_layer(kind) else None for name, kind in self.kinds.items()}
         self._traced = trace_function(pass_, "pattern", layers)
         self._names = {
@@ -243,9 +244,9 @@ class _Wanted:
         if self._traced.result in self._names:
             raise self._error(f"returns {self._traced.result} itself, which is a pattern of any value")
 
-    def found_at(self, node: Node, index: GraphIndex) -> Found | None:
+    def found_at(self, node: Node) -> Found | None:
         """The place at which `node` gives the result of the pattern; `None` if it does not."""
-        ways_of = self._match(self._traced.result, node, Found(node), index)
+        ways_of = self._match(self._traced.result, node, Found(node))
         # In `p + p` with p = y * z, the product is no value that stays: it goes.
         apart = (each for each in ways_of if {*each.inside.values()}.isdisjoint(_nodes(each.values)))
         found = next(apart, None)
@@ -273,20 +274,20 @@ class _Wanted:
             raise self._error(f"calls {node.target}, which is no function of torch")
         return call
 
-    def _match(self, wanted: Any, value: Any, found: Found, index: GraphIndex) -> Iterator[Found]:
+    def _match(self, wanted: Any, value: Any, found: Found) -> Iterator[Found]:
         """Each way in which `value` is computed as the node `wanted` of the pattern, or is the same literal."""
         if isinstance(wanted, Node) and wanted in self._names:
             yield from self._bound(self._names[wanted], value, found)
         elif isinstance(wanted, Node):
             if isinstance(value, Node) and found.inside.get(wanted, value) is value:
-                yield from self._called(wanted, value, found, index)
+                yield from self._called(wanted, value, found)
         elif isinstance(wanted, list | tuple):
             if isinstance(value, list | tuple) and len(value) == len(wanted):
-                yield from self._all(dict(enumerate(wanted)), dict(enumerate(value)), found, index)
+                yield from self._all(dict(enumerate(wanted)), dict(enumerate(value)), found)
         elif isinstance(wanted, slice):
             if isinstance(value, slice):
                 one, other = ((each.start, each.stop, each.step) for each in (wanted, value))
-                yield from self._match(one, other, found, index)
+                yield from self._match(one, other, found)
         elif not isinstance(value, Node) and wanted == value:
             # 1 and 1.0 are one number beside floating tensors.
             sources = (source for call in found.inside.values() for source in call.all_input_nodes)
@@ -294,8 +295,8 @@ class _Wanted:
             if type(wanted) is type(value) or numbers:
                 yield found
 
-    def _called(self, wanted: Node, value: Node, found: Found, index: GraphIndex) -> Iterator[Found]:
-        call, module = self._calls[wanted], index.called(value)
+    def _called(self, wanted: Node, value: Node, found: Found) -> Iterator[Found]:
+        call, module = self._calls[wanted], self._index.called(value)
         inside = {**found.inside, wanted: value}
         if isinstance(call, str):
             known = found.calls.get(call, value) is value
@@ -305,7 +306,7 @@ class _Wanted:
                 asked = arguments_of(module.forward, wanted.args, wanted.kwargs)
                 given = arguments_of(module.forward, value.args, value.kwargs)
                 if asked is not None and given is not None:
-                    yield from self._all(asked, given, found, index)
+                    yield from self._all(asked, given, found)
             return
         named = module is not None or name_of(value) == call.name  # at once: a graph has thousands of calls
         own = call_of(value, module) if named else None
@@ -313,20 +314,18 @@ class _Wanted:
             return
         found = dataclasses.replace(found, inside=inside)
         for one, other in ways(call, own):
-            yield from self._all(one, other, found, index)
+            yield from self._all(one, other, found)
 
-    def _all(
-        self, wanted: Mapping[Any, Any], values: Mapping[Any, Any], found: Found, index: GraphIndex
-    ) -> Iterator[Found]:
+    def _all(self, wanted: Mapping[Any, Any], values: Mapping[Any, Any], found: Found) -> Iterator[Found]:
         if wanted.keys() != values.keys():
             return
         if not wanted:
             yield found
             return
         (name, first), *rest = wanted.items()
-        for each in self._match(first, values[name], found, index):
+        for each in self._match(first, values[name], found):
             others = {key: value for key, value in values.items() if key != name}
-            yield from self._all(dict(rest), others, each, index)
+            yield from self._all(dict(rest), others, each)
 
     def _bound(self, name: str, value: Any, found: Found) -> Iterator[Found]:
         kind, known = self.kinds[name], found.values.get(name, value)
@@ -360,11 +359,6 @@ def _kinds_of(pass_: Pattern) -> dict[str, Any]:
     if [*inspect.signature(pass_.replacement).parameters] != names:
         raise PassError(f"replacement of {name} has other parameters than its pattern: {', '.join(names)}")
     return kinds
-
-
-def _floats(pass_: Pattern) -> list[str]:
-    """The parameters of a pattern that are floating numbers."""
-    return [name for name, kind in _kinds_of(pass_).items() if kind is float]
 
 
 class _Layer(nn.Module):
@@ -418,44 +412,33 @@ def _check_inverse(
 
 def _is_close(layer: nn.Module, other: nn.Module) -> bool:
     """Tell whether two layers have the same tensors, but for rounding, and are in the same mode."""
-    if [part.training for part in layer.modules()] != [part.training for part in other.modules()]:
-        return False
-    try:
-        mine, theirs = (dict(submodules.tensors_of({"": each})) for each in (layer, other))
-        both = pairs(mine, theirs)
-    except Unlike:
-        return False
-    return all(tensor_error(one, two)[1] <= 1e3 * epsilon(one) for _, one, two in both)
+    mine, theirs = (
+        ([part.training for part in each.modules()], dict(submodules.tensors_of({"": each})))
+        for each in (layer, other)
+    )
+    return not unlike(mine, theirs) and norm_error(mine, theirs) <= 1e3 * epsilon(mine)
 
 
 def _check_new(pass_: Pattern, new: nn.Module, old: list[nn.Module]) -> None:
     """Raise a PassError if a new layer has another dtype, device, gradient flag or training flag than the old ones."""
-    for fact in (_flags, _kinds):
-        known = {each for layer in old for each in fact(layer)}
-        other = {*fact(new)} - known if known else set()
+    for known, made in zip(_facts(old), _facts([new]), strict=True):
+        other = made - known if known else set()
         if other:
             raise PassError(
                 f"replacement of {pass_!r} made a {type(new).__name__} with {', '.join(sorted(other))}, and the old layers "
                 f"have {', '.join(sorted(known))}: start from a copy of an old layer, or convert the new one"
             )
-
-    finite = all(_is_finite(layer) for layer in old)
-    if finite and not _is_finite(new):
+    if is_finite([[*layer.parameters()] for layer in old]) and not is_finite([*new.parameters()]):
         raise PassError(
             f"replacement of {pass_!r} made a {type(new).__name__} with weights that are not finite"
         )
 
 
-def _is_finite(layer: nn.Module) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in layer.parameters())
-
-
-def _flags(layer: nn.Module) -> list[str]:
-    return [f"training={layer.training}"]
-
-
-def _kinds(layer: nn.Module) -> list[str]:
-    return [f"{p.dtype} on {p.device}, requires_grad={p.requires_grad}" for p in layer.parameters()]
+def _facts(layers: Sequence[nn.Module]) -> tuple[set[str], set[str]]:
+    """The training flags of layers, and what else counts of their parameters."""
+    parameters = (parameter for layer in layers for parameter in layer.parameters())
+    kinds = {f"{p.dtype} on {p.device}, requires_grad={p.requires_grad}" for p in parameters}
+    return {f"training={layer.training}" for layer in layers}, kinds
 
 
 def _nodes(values: Mapping[str, Any]) -> list[Node]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Node
 
 from fxopt import effects, graph, operators
 from fxopt.operators import Fact
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Swap
 from fxopt.rewriting.snapshot import Snapshot
-from fxopt.submodules import is_inside, tensors_of
+from fxopt.submodules import is_inside, weights_of
 
 AROUND = 24
 """How many nodes around a site are run with it."""
@@ -102,8 +102,8 @@ class Piece:
         """The nodes outside whose values it takes, or that take the place of its values."""
         uses, taken = self._uses(), set[str]()
         for after, side in enumerate((self.before, self.after)):
-            taken.update(pair[after] for pair in uses if pair[after] not in side)
-            taken.update(n for state in side.values() for n in state.references() if n not in side)
+            names = {pair[after] for pair in uses}.union(*(s.references() for s in side.values()))
+            taken |= names - side.keys()
         return sorted(taken)
 
     @property
@@ -129,9 +129,7 @@ class Piece:
     @property
     def constants(self) -> list[int | float]:
         """The numbers among the arguments."""
-        leaves = (v for state in self.before.values() for v in graph.leaf_arguments(state))
-        found = [v for v in leaves if type(v) in (int, float)]
-        return list(dict.fromkeys(found))
+        return graph.numbers_in(self.before.values())
 
     @property
     def reads(self) -> list[Read]:
@@ -147,9 +145,9 @@ class Piece:
         side, place = self.after if after else self.before, self._places[after]
         found = collections.defaultdict[str, list[Read]](list)
         for read in self.reads:
-            behind = [name for name in side if place[name] > place.get(read.user, len(place))]
-            if behind:
-                found[min(behind, key=place.__getitem__)].append(read)
+            behind = (name for name in side if place[name] > place.get(read.user, len(place)))
+            if first := next(behind, None):
+                found[first].append(read)
         return found
 
     def leave_out(self, name: str) -> None:
@@ -254,8 +252,3 @@ class Piece:
 def _is_inexact(node: Node) -> bool:
     dtype = graph.dtype_of(node)
     return dtype is None or dtype.is_floating_point or dtype.is_complex
-
-
-def weights_of(value: Any) -> Iterator[Tensor]:
-    """The tensor itself, or the parameters and buffers of a module."""
-    return (tensor for _, tensor in tensors_of({"": value}))

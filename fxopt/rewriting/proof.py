@@ -6,9 +6,10 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import io
 import itertools
 import math
-import types
+import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from fxopt import graph
-from fxopt.compare import Unlike, epsilon, norm_error, pairs, row_error, text_of
+from fxopt.compare import Unlike, epsilon, norm_error, pairs, rounds, row_error, text_of
 from fxopt.errors import PassError, error_text
 from fxopt.float64 import Float64
 from fxopt.graph_index import GraphIndex
@@ -34,7 +35,6 @@ from fxopt.rewriting.random_inputs import (
     number_of,
     number_with,
 )
-from fxopt.rewriting.weights import PROVENANCE
 
 RTOL = 1e-9
 """Limit of the error in float64, relative to the largest value of a row."""
@@ -107,9 +107,10 @@ def prove(
     place = _Place(rule, values, {**values, **described}, index.graph_module.training, own_layers)
     proofs = _PROOFS.setdefault(type(rule), {})
     try:
-        key: Any = rule.signature, place.trains, *map(_kind, place.described.values())
-    except _UnknownPartError:
+        kinds = [*map(_kind, place.described.values())]
+    except Exception:  # a layer may hold what cannot be pickled
         return place.proof_with_numbers(floats)
+    key = rule.signature, place.trains, *kinds
     if key in proofs and not own_layers:
         return proofs[key]
     found = place.proof_with_numbers(floats)
@@ -171,8 +172,8 @@ class _Place:
 
     def _near_constants(self, described: Mapping[str, Any]) -> Iterator[Numbers]:
         """Ways to draw numbers near those that stand in the pattern: as many as hold all of them, and at most 4."""
-        constants = trace_function(self.rule, "pattern", _without_tensors(described)).numbers
-        constants = [number for number in constants if abs(number) < LARGE]
+        pattern = trace_function(self.rule, "pattern", _without_tensors(described)).graph
+        constants = [number for number in graph.numbers_in(pattern.nodes) if abs(number) < LARGE]
         counts = [
             math.prod(map(number_of, value.shape))
             for value in described.values()
@@ -331,15 +332,11 @@ def _drawn(value: Any, seed: int, numbers: Numbers) -> Any:
     if not isinstance(value, nn.Module):
         return numbers.like(value.cpu(), seed) if isinstance(value, Tensor) else value
     generator, layer = torch.Generator().manual_seed(seed), copy.deepcopy(value).cpu()
-    for tensor in filter(_is_number, (*layer.parameters(), *layer.buffers())):
+    for tensor in filter(rounds, (*layer.parameters(), *layer.buffers())):
         tensor.data += torch.rand(tensor.shape, generator=generator).to(tensor.dtype)
-    for parameter in filter(_is_number, layer.parameters()):  # buffers may be variances
+    for parameter in filter(rounds, layer.parameters()):  # buffers may be variances
         parameter.data *= torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
     return layer
-
-
-def _is_number(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _wide(value: Any) -> Any:
@@ -349,47 +346,17 @@ def _wide(value: Any) -> Any:
 
 def _kind(value: Any) -> Any:
     """The property of a value for which a proof holds."""
-    if isinstance(value, nn.Module):
-        tensors = [
-            (name, str(t.dtype), tuple(t.shape), None if _is_number(t) else _part(t.flatten().tolist()))
-            for name, t in value.state_dict(keep_vars=True).items()
-        ]
-        parts = [
-            (
-                name,
-                type(part),
-                part.training,
-                *((n, _part(v)) for n, v in vars(part).items() if n not in _OF_TORCH),
-            )
-            for name, part in value.named_modules()
-        ]
-        return *parts, *tensors
     if isinstance(value, Tensor):
         return value.dtype, str(tuple(value.shape)), str(value.stride())
-    return type(value), repr(value)
+    kind = io.BytesIO()
+    _WithoutDrawnNumbers(kind).dump(value)
+    return kind.getvalue()
 
 
-_OF_TORCH = {*vars(nn.Module()), PROVENANCE}
-_LONGEST = 1000  # the most elements of a list that is compared
+class _WithoutDrawnNumbers(pickle.Pickler):
+    """Pickles a layer without the numbers that a proof draws."""
 
-
-class _UnknownPartError(Exception):
-    """A layer has an attribute that cannot be told from another one."""
-
-
-def _part(value: Any) -> Any:
-    """The attribute of a layer as a part of the key of a proof."""
-    if isinstance(value, list | tuple | dict) and len(value) > _LONGEST:
-        raise _UnknownPartError
-    if isinstance(value, list | tuple):
-        return type(value), *map(_part, value)
-    if isinstance(value, dict):
-        return type(value), *((_part(key), _part(each)) for key, each in value.items())
-    if isinstance(value, nn.Parameter | weakref.ref):
-        return type(value)  # of an LSTM, whose parameters are told apart by name
-    is_function = isinstance(value, types.FunctionType) and value.__closure__ is None
-    if is_function or isinstance(value, types.BuiltinFunctionType | type):
-        return value
-    if isinstance(value, bool | int | float | str | None | torch.dtype | torch.device | torch.Size):
-        return type(value), repr(value)
-    raise _UnknownPartError
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        return str(value.dtype), tuple(value.shape), None if rounds(value) else value.tolist()

@@ -62,11 +62,11 @@ class Numbers:
         numbers = self._drawn(value, shape, generator)
         if value.is_complex():
             numbers = torch.complex(numbers, self._drawn(value, shape, generator))
-        numbers = numbers.to(value.dtype).to(value.device)
+        numbers = numbers.to(value.device, value.dtype)
         return numbers.permute([order.index(dim) for dim in range(value.ndim)])
 
     def _drawn(self, value: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-        if not (value.is_floating_point() or value.is_complex()):
+        if not rounds(value):
             low, high = (0, 2) if value.dtype == torch.bool else self.integers
             if self.constants and value.dtype != torch.bool:
                 constants, distances = self._near_constants((-1, 0, 1), shape, generator)

@@ -7,10 +7,10 @@ parameters, which both keep. When it is pickled, it also writes down the nodes a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import pickle
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ RECORD = "fxopt_record"
 
 MARKS = "fxopt_marks"
 """The key of `node.meta` with the signatures of the passes that transformed the node."""
+
+_hidden: Any = functools.partial(dataclasses.field, repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,23 +55,16 @@ class Step:
     signature: str
     nodes: int
     reversible: bool
-    sites: int = dataclasses.field(default=0, repr=False, compare=False)
-    edits: tuple[Edit, ...] | None = dataclasses.field(default=(), repr=False, compare=False)
-    before: str = dataclasses.field(default="", repr=False, compare=False)
-    after: str = dataclasses.field(default="", repr=False, compare=False)
-    marked: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
-    within: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
-    parts: tuple[Step, ...] = dataclasses.field(default=(), repr=False, compare=False)
-    by_hand: bool = dataclasses.field(default=True, repr=False, compare=False)
-    transformation: Any = dataclasses.field(default=None, repr=False, compare=False)
-    key: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex, repr=False, compare=False)
-
-    @classmethod
-    def of(cls, pass_: Any, marked: Sequence[str], **facts: Any) -> Step:
-        """Describe an application of `pass_`, which marked these nodes; `facts` are the other fields."""
-        name, signature = repr(pass_), pass_.signature
-        facts |= {"marked": tuple(marked), "transformation": pass_}
-        return cls(name, signature, len(marked), pass_.reversible, **facts)
+    sites: int = _hidden(default=0)
+    edits: tuple[Edit, ...] | None = _hidden(default=())
+    before: str = _hidden(default="")
+    after: str = _hidden(default="")
+    marked: tuple[str, ...] = _hidden(default=())
+    within: tuple[str, ...] = _hidden(default=())
+    parts: tuple[Step, ...] = _hidden(default=())
+    by_hand: bool = _hidden(default=True)
+    transformation: Any = _hidden(default=None)  # noqa: RUF009 - it makes a field
+    key: str = _hidden(default_factory=lambda: uuid.uuid4().hex)
 
     @property
     def logged(self) -> bool:
@@ -97,16 +92,13 @@ class Step:
         pickled = self.transformation
         if not isinstance(pickled, bytes | None):
             pickled = pickle.dumps(pickled) if picklable(pickled) else None
-        edits = self.edits and tuple(_portable(edit) for edit in self.edits)
+        # Other metadata, such as fake tensors, means nothing in another process.
+        edits = self.edits and tuple(
+            dataclasses.replace(edit, meta=origin_of(edit)) if isinstance(edit, NodeEdit) else edit
+            for edit in self.edits
+        )
         # A graph module must not become unpicklable by what was applied to it.
         return {**self.__dict__, "transformation": pickled, "edits": edits if picklable(edits) else None}
-
-
-def _portable(edit: Edit) -> Edit:
-    """A change without metadata that means nothing in another process, as fake tensors."""
-    if not isinstance(edit, NodeEdit):
-        return edit
-    return dataclasses.replace(edit, meta=origin_of(edit))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,20 +167,6 @@ def find_record(graph_module: GraphModule) -> PassRecord | None:
     return record
 
 
-def make_record(graph_module: GraphModule) -> PassRecord:
-    """The record of `graph_module`, made if it has none."""
-    record = find_record(graph_module)
-    if record is None:
-        if hasattr(graph_module, RECORD):
-            raise PassError(
-                f"the graph module has an attribute {RECORD!r}, a name that fxopt needs: rename it"
-            )
-        record = PassRecord(graph_module.training)
-        record.owner = graph_module
-        graph_module.add_module(RECORD, record)
-    return record
-
-
 def steps_of(graph_module: GraphModule) -> list[Step]:
     """The applications to a graph module that were not undone, oldest first."""
     record = find_record(graph_module)
@@ -203,10 +181,18 @@ def orders_of(graph_module: GraphModule) -> dict[str, list[str]]:
 
 def set_steps(graph_module: GraphModule, steps: list[Step], orders: dict[str, list[str]]) -> None:
     """Write down what was applied; a record that has nothing to say goes."""
+    record = find_record(graph_module)
     if steps:
-        record = make_record(graph_module)
+        if record is None:
+            if hasattr(graph_module, RECORD):
+                raise PassError(
+                    f"the graph module has an attribute {RECORD!r}, a name that fxopt needs: rename it"
+                )
+            record = PassRecord(graph_module.training)
+            record.owner = graph_module
+            graph_module.add_module(RECORD, record)
         record.steps, record.orders = steps, orders
-    elif find_record(graph_module):
+    elif record:
         delattr(graph_module, RECORD)
 
 
@@ -245,13 +231,11 @@ def _restore_nodes(graph_module: GraphModule, facts: list[_NodeFact]) -> None:
     for fact, node in zip(facts, nodes, strict=True):
         if {by_name[name] for name in fact.state.references()} != {*node.all_input_nodes}:
             return
-    graph = graph_module.graph
-    renamed = [(node, fact.name) for fact, node in zip(facts, nodes, strict=True) if node.name != fact.name]
-    used_names(graph).difference_update(node.name for node, _ in renamed)
-    for node, name in renamed:
-        used_names(graph).add(name)
-        node.name = name
+    names = used_names(graph_module.graph)
+    names.difference_update(node.name for node in nodes)
+    names.update(by_name)
     for fact, node in zip(facts, nodes, strict=True):
+        node.name = fact.name
         if fact.marks:
             node.meta[MARKS] = fact.marks
         if _spells_out(NodeState.of(node), fact.state):
@@ -266,14 +250,9 @@ def _spells_out(now: NodeState, before: NodeState) -> bool:
         taken, was = (dict(zip(parameters, s.args, strict=False)) | dict(s.kwargs) for s in (now, before))
     except (TypeError, ValueError):  # no function of Python: torch.fx writes nothing out
         return False
-    return (
-        all(
-            repr(value) == repr(was[name]) if name in was else repr(value) == repr(parameters[name].default)
-            for name, value in taken.items()
-            if name in was or name in parameters
-        )
-        and was.keys() <= taken.keys()
-    )
+    given = {name: each.default for name, each in parameters.items()} | was
+    alike = (repr(value) == repr(given[name]) for name, value in taken.items() if name in given)
+    return was.keys() <= taken.keys() and all(alike)
 
 
 def _target_name(node: Node) -> str:

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from torch.fx import GraphModule, Node
 
 from fxopt import graph, submodules
-from fxopt.errors import PassError, UndoError, UnverifiedWarning, VerificationWarning, warn
+from fxopt.errors import PassError, UndoError, VerificationWarning, warn
 from fxopt.rewriting import undoing
 from fxopt.rewriting.attempt import Applied, Attempt, check_log, found_by, nodes_of
 from fxopt.rewriting.edits import as_data
@@ -136,47 +136,40 @@ class Rewrite(Transformation, Generic[S]):
         self, rewriter: Rewriter, snapshot: Snapshot, verify: Verify
     ) -> tuple[Explanation, list[Node]]:
         """Rewrite all sites; returns what became of each, and the nodes to mark."""
-        with graph.suppressing_guards(rewriter.graph_module):
-            return self._rewrite_until_none(rewriter, snapshot, verify)
-
-    def _rewrite_until_none(
-        self, rewriter: Rewriter, snapshot: Snapshot, verify: Verify
-    ) -> tuple[Explanation, list[Node]]:
         graph_module, marked = rewriter.graph_module, list[Node]()
         rows, settled = dict[str, Row](), set[str]()  # settled: rewritten, or taken back
-        verifier, writes = Verifier(self, graph_module, verify), refuse_writes(self, snapshot)
-        for _ in range(limit := 1 + len(graph_module.graph.nodes)):
-            found = found_by(self, graph_module)
-            rows |= {row.node: row for row in map(Row.of, found) if row.node not in settled}
-            sites = [e for e in found if not isinstance(e, Refusal) and not rows[node_of(e).name].reason]
-            for site in sites:
-                row, start = rows[node_of(site).name], len(rewriter.log)
-                settled.add(row.node)
-                before = snapshot if verify is False else Snapshot(graph_module)
-                with writes:
-                    nodes = self._rewrite_site(rewriter, site, row)
-                if verify is not False:
-                    check_log(self, before, rewriter.log[start:])
-                reason = verifier.difference(rewriter.log[start:], before, rewriter.made)
-                if reason:
-                    before.put_back()
-                    del rewriter.log[start:]
-                    rows[row.node] = row._replace(reason=reason)
-                    warn(f"{self!r} took back its rewrite of {row.place}: {reason}", VerificationWarning)
-                    break  # what came back may be another node than the one in the sites: match again
-                marked += nodes
+        with graph.suppressing_guards(graph_module):
+            verifier, writes = Verifier(self, graph_module, verify), refuse_writes(self, snapshot)
+            for _ in range(limit := 1 + len(graph_module.graph.nodes)):
+                found = found_by(self, graph_module)
+                rows |= {row.node: row for row in map(Row.of, found) if row.node not in settled}
+                sites = [e for e in found if not isinstance(e, Refusal) and not rows[node_of(e).name].reason]
+                for site in sites:
+                    row, start = rows[node_of(site).name], len(rewriter.log)
+                    settled.add(row.node)
+                    before = snapshot if verify is False else Snapshot(graph_module)
+                    with writes:
+                        nodes = self._rewrite_site(rewriter, site, row)
+                    if verify is not False:
+                        check_log(self, before, rewriter.log[start:])
+                    reason = verifier.difference(rewriter.log[start:], before, rewriter.made)
+                    if reason:
+                        before.put_back()
+                        del rewriter.log[start:]
+                        rows[row.node] = row._replace(reason=reason)
+                        warn(f"{self!r} took back its rewrite of {row.place}: {reason}", VerificationWarning)
+                        break  # what came back may be another node than the one in the sites: match again
+                    marked += nodes
+                else:
+                    if not sites or not self.opens_sites(graph_module, sites):
+                        break
             else:
-                if not sites or not self.opens_sites(graph_module, sites):
-                    break
-        else:
-            raise PassError(
-                f"{self!r} does not come to an end: it still matches after {limit} rounds; match must not yield "
-                "what apply made, and a Pattern has to refuse it in `refuses`"
-            )
+                raise PassError(
+                    f"{self!r} does not come to an end: it still matches after {limit} rounds; match must not yield "
+                    "what apply made, and a Pattern has to refuse it in `refuses`"
+                )
         check_log(self, snapshot, rewriter.log)
-        for where, why in verifier.unverified.items():
-            site = f"the site at {where}" if where else "its sites"
-            warn(f"{self!r} could not verify {site}: {why}", UnverifiedWarning)
+        verifier.report()
         return Explanation(type(self).__name__, tuple(rows.values())), marked
 
     def _rewrite_site(self, rewriter: Rewriter, site: S, row: Row) -> list[Node]:

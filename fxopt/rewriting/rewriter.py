@@ -100,20 +100,16 @@ class Rewriter:
 
     def replace_input(self, node: Node, old: Node, new: Node) -> None:
         """Make one node take `new` wherever it took `old`."""
-
-        def renewed(value: Node) -> Node:
-            return new if value is old else value
-
-        self.set(node, args=map_arg(node.args, renewed), kwargs=map_arg(node.kwargs, renewed))
+        args, kwargs = map_arg((node.args, node.kwargs), lambda each: new if each is old else each)
+        self.set(node, args=args, kwargs=kwargs)
 
     def replace_uses(self, old: Node, new: Node) -> None:
         """Make all users of `old`, but for `new` itself, take `new`."""
         check_nodes(self.graph, old, new)
         kept = tuple(user.name for user in new.users)
-        users = [user for user in old.users if user is not new]
-        for user in [user for user in users if user in new.users]:
+        for user in [user for user in old.users if user is not new and user in new.users]:
             self.replace_input(user, old, new)  # it takes both: only its arguments say which input was `old`
-            users.remove(user)
+        users = [user for user in old.users if user is not new]
         for user in users:
             user.replace_input_with(old, new)
         stands_in = new.name in self.made or (new.op == "call_module" and new.target in self._swapped)

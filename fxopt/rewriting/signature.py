@@ -13,6 +13,7 @@ import torch
 
 from fxopt.errors import PassError, error_text
 from fxopt.objects import qualified_name
+from fxopt.submodules import digest
 
 
 def stable_text(value: object, within: tuple[int, ...] = ()) -> str:
@@ -45,9 +46,7 @@ def stable_text(value: object, within: tuple[int, ...] = ()) -> str:
         items: Any = value
         return "(" + ", ".join(stable_text(item, inside) for item in items) + ")"
     if isinstance(value, torch.Tensor):
-        array = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        facts = f"{type(value).__name__} {value.dtype} {list(value.shape)}"
-        return f"{facts} {hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()}"
+        return f"{type(value).__name__} {digest({'': value})}"
     return _name(value) or _digest(value, inside)
 
 

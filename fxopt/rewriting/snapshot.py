@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxopt.errors import PassError
-from fxopt.graph import free_name, grouped
+from fxopt.graph import grouped
 from fxopt.memory import storage_of
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Swap, renamed
 from fxopt.rewriting.record import RECORD, PassRecord, orders_of, set_steps, steps_of
@@ -27,6 +27,8 @@ from fxopt.torch_internals import (
     PARAMETERS,
     TorchDispatchMode,
     is_erased,
+    name_counts,
+    pytree,
     root_of,
     used_names,
     written_arguments,
@@ -141,6 +143,7 @@ class Snapshot:
         graph_module: the graph module.
         steps: the passes that had been applied.
         orders: the orders of the record.
+        held: the modules, parameters and buffers by qualified name.
 
     Example:
         >>> import torch
@@ -156,26 +159,17 @@ class Snapshot:
         self.graph_module, self._graph = graph_module, graph_module.graph
         self._rows = {node.name: _Row.of(node) for node in self._graph.nodes}
         self._names = {row.node: name for name, row in self._rows.items()}
-        self._used_names = set(used_names(self._graph))
+        self._used_names = set(used_names(self._graph)), dict(name_counts(self._graph))
         self.steps, self.orders = steps_of(graph_module), orders_of(graph_module)
         self._modules = [
             _Module.of(path, module)
             for path, module in graph_module.named_modules()
             if not isinstance(module, PassRecord)
         ]
-        tensors = (
-            tensor
-            for each in self._modules
-            for table in (PARAMETERS, BUFFERS)
-            for tensor in each.contents.get(table, {}).values()
-        )
+        self.held = {name: value for each in self._modules for name, value in each.held()}
+        tensors = (value for value in self.held.values() if isinstance(value, Tensor))
         # The memory is held: `.data = ...` gives a tensor another one, and perhaps another dtype.
-        self._tensors = [(t, t.requires_grad, t.data) for t in tensors if t is not None]
-
-    @functools.cached_property
-    def held(self) -> dict[str, Any]:
-        """The modules, parameters and buffers by qualified name."""
-        return {name: value for each in self._modules for name, value in each.held()}
+        self._tensors = [(tensor, tensor.requires_grad, tensor.data) for tensor in tensors]
 
     @property
     def nodes(self) -> dict[str, Node]:
@@ -318,12 +312,12 @@ class Snapshot:
             previous = node
         for node in new:
             graph.erase_node(node)
-            free_name(graph, node.name)
         for row in rows:
             if given(row.node).name != row.name:
                 given(row.node).name = row.name
-        used_names(graph).clear()
-        used_names(graph).update(self._used_names)
+        for names, before in zip((used_names(graph), name_counts(graph)), self._used_names, strict=True):
+            names.clear()
+            names.update(before)
 
     def _again(self, row: _Row) -> Node:
         used_names(self._graph).discard(row.name)
@@ -355,14 +349,10 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for value in written_arguments(operator, args, kwargs):
-            self._tell_of(value)
-        return operator(*args, **kwargs)
-
-    def _tell_of(self, value: Any) -> None:
-        for each in value if isinstance(value, Sequence) else [value]:
+        for each in pytree.tree_leaves(written_arguments(operator, args, kwargs)):
             for name, tensor in self._names.get(storage_of(each), ()) if isinstance(each, Tensor) else ():
                 self._tell(name, tensor)
+        return operator(*args, **kwargs)
 
 
 def refuse_writes(pass_: Any, snapshot: Snapshot) -> Writes:

@@ -110,10 +110,8 @@ def _counted(value: Any, rank: int | None) -> Any:
 
 
 def _inside(module: nn.Module) -> Call | None:
-    """The operator that a layer of torch without weights calls, if that is one operator of its input."""
-    if not is_torch_module(module) or any(
-        True for _ in (*module.parameters(), *module.buffers(), *module.children())
-    ):
+    """The operator that a layer of torch calls, if it has no weights, and that is one operator of its input."""
+    if any(True for _ in (*module.parameters(), *module.buffers(), *module.children())):
         return None
     inside = Graph()
     given = Proxy(inside.placeholder("input"), GraphAppendingTracer(inside))

@@ -8,7 +8,7 @@ import dataclasses
 from torch.fx import GraphModule, Node
 
 from fxopt import graph
-from fxopt.errors import PassError, UnverifiedWarning, VerificationWarning, warn
+from fxopt.errors import PassError, VerificationWarning, warn
 from fxopt.rewriting import undoing
 from fxopt.rewriting.attempt import Applied, Attempt
 from fxopt.rewriting.edits import as_data
@@ -117,8 +117,8 @@ class Transformation(abc.ABC):
                 result = self.transform(graph_module)
             attempt.check(result)
             edits, reason = attempt.snapshot.edits(result), None
-            if result is not graph_module:
-                verifier.unverified[repr(self)] = "it gives another graph module"
+            if result is not graph_module and verify is not False:
+                verifier.unverified[""] = "it gives another graph module"
             elif edits:
                 made = {node.name: node for node in result.graph.nodes}
                 reason = verifier.difference(edits, attempt.snapshot, made)
@@ -126,8 +126,7 @@ class Transformation(abc.ABC):
                 attempt.take_back()
                 warn(f"{self!r} was taken back: {reason}", VerificationWarning)
                 return graph_module, lambda: None
-            for where, why in verifier.unverified.items() if verify is not False else ():
-                warn(f"{self!r} could not be verified{where and f' at {where}'}: {why}", UnverifiedWarning)
+            verifier.report()
             attempt.note(result, [as_data(edit, keep=False) for edit in edits])
         return result, attempt.take_back
 

@@ -22,13 +22,14 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from fxopt import graph
 from fxopt.compare import Unlike, epsilon, norm_error, pairs, row_error
 from fxopt.constants import computed_constant, constants_of, is_changing
-from fxopt.errors import PassError, error_text
+from fxopt.errors import PassError, UnverifiedWarning, error_text, warn
 from fxopt.float64 import wide_dtype
 from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
+from fxopt.outputs import tensors
 from fxopt.rewriting.edits import Edit, NodeState
 from fxopt.rewriting.host_first import errors_of_the_host
-from fxopt.rewriting.piece import Piece, Read, weights_of
+from fxopt.rewriting.piece import Piece, Read
 from fxopt.rewriting.random_inputs import (
     ANY_SIGN,
     FAR,
@@ -41,7 +42,7 @@ from fxopt.rewriting.random_inputs import (
     resized,
 )
 from fxopt.rewriting.snapshot import Snapshot
-from fxopt.submodules import attribute, prefixes, sharing_copy
+from fxopt.submodules import attribute, prefixes, sharing_copy, weights_of
 from fxopt.torch_internals import FakeTensorMode, is_erased, pytree
 
 Verify = bool | tuple[Any, ...]
@@ -67,7 +68,7 @@ class Verifier:
                 f"verify is of type {type(verify).__name__}; give True, or a tuple of example inputs"
             )
         self.unverified: dict[str, str] = {}
-        self._verify = verify
+        self._pass, self._verify = pass_, verify
         self._preserves, self._tolerance = pass_.preserves_computation, pass_.tolerance
         if verify is False:
             return
@@ -109,6 +110,12 @@ class Verifier:
             with contextlib.suppress(_CannotRun):
                 return self._compared(whole)
         return reason
+
+    def report(self) -> None:
+        """Warn of the sites that could not be run."""
+        for where, why in self.unverified.items():
+            site = f"the site at {where}" if where else "its sites"
+            warn(f"{self._pass!r} could not verify {site}: {why}", UnverifiedWarning)
 
     def _piece(self, edits: Sequence[Edit], before: Snapshot, *, whole: bool = False) -> Piece:
         return Piece(before, self._nodes, edits, around=self._preserves, whole=whole)
@@ -163,7 +170,7 @@ class Verifier:
             values = [self._value(self._nodes[name]) for name in piece.inputs]
         except _CannotRun:
             return []
-        return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+        return tensors(values)
 
     def _smaller_sizes(self, piece: Piece) -> dict[int, int]:
         """A small size for each large one of what flows in, unless weights or arguments have it, too.
@@ -223,7 +230,8 @@ class Verifier:
 
     def _shared(self, piece: Piece, values: Sequence[Any]) -> set[tuple[str, str]]:
         """Pairs of a value that the graph returns and an input of the graph that shares its memory, in a piece that was run."""
-        found = dict(zip(piece.outputs, map(_storages, values), strict=False))
+        memory = ({*map(storage_of, tensors(value))} for value in values)
+        found = dict(zip(piece.outputs, memory, strict=False))
         inputs = [name for name in piece.inputs if self._nodes[name].op in ("placeholder", "get_attr")]
         return {
             (pair[0], name) for pair in piece.returned for name in inputs if found[pair] & found[name, name]
@@ -301,19 +309,12 @@ class Verifier:
 def _thawed(piece: Piece) -> str | None:
     """Name a place whose weights follow gradients, where none of those before did."""
     taken, put = (
-        [w for value in values.values() for w in weights_of(value)] for values in (piece.taken, piece.put)
+        [w.requires_grad for value in values.values() for w in weights_of(value)]
+        for values in (piece.taken, piece.put)
     )
-    if not taken or any(weight.requires_grad for weight in taken):
-        return None
-    return (
-        f"the weights of {', '.join(piece.put)} require gradients now"
-        if any(w.requires_grad for w in put)
-        else None
-    )
-
-
-def _storages(value: Any) -> set[int]:
-    return {storage_of(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
+    if taken and not any(taken) and any(put):
+        return f"the weights of {', '.join(piece.put)} require gradients now"
+    return None
 
 
 class _CannotRun(Exception):
@@ -338,13 +339,11 @@ def _called(state: NodeState, standing: Any, args: Any, kwargs: Any) -> Any:
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     """A copy of a tensor or module, floating and complex numbers in `dtype`."""
-    if any(tensor.is_meta for tensor in weights_of(value)):
-        raise _CannotRun("its weights are on the meta device")
     memo: dict[int, Any] = {}
     for tensor in weights_of(value):
-        wide = tensor.detach().to(wide_dtype(tensor, dtype))
-        if isinstance(value, Tensor) or not isinstance(tensor, nn.Parameter):
-            wide = wide.clone() if wide.data_ptr() == tensor.data_ptr() else wide
+        if tensor.is_meta:
+            raise _CannotRun("its weights are on the meta device")
+        wide = tensor.detach().to(wide_dtype(tensor, dtype), copy=True)
         memo[id(tensor)] = nn.Parameter(wide, False) if isinstance(tensor, nn.Parameter) else wide
     return copy.deepcopy(value, memo) if isinstance(value, Tensor | nn.Module) else value
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 
 from fxopt.errors import UndoError
 from fxopt.operators import hooks_of
-from fxopt.submodules import tensors_of, with_values, without_tensors
-from fxopt.torch_internals import REGISTRIES, modules_of
+from fxopt.submodules import digest, tensors_of, with_values
 
 PROVENANCE = "fxopt_rewritten_by"
 """The attribute of a module that a pass made: the signatures of the passes that made it what it is."""
@@ -61,14 +59,16 @@ class Left:
     def of(cls, value: Any) -> Left:
         """Describe a module or tensor."""
         facts = {n: (tuple(t.shape), t.dtype, t.device, t.requires_grad) for n, t in tensors_of({"": value})}
-        return cls(type(value), provenance(value), facts, getattr(value, "training", False), _kept(value))
+        options = f"{options_of(value)} {hooks_of(value)}" if isinstance(value, nn.Module) else ""
+        return cls(type(value), provenance(value), facts, getattr(value, "training", False), options)
 
     def fits(self, value: Any) -> bool:
         """Tell whether `value` may be the module or tensor itself; its values, dtype and flags may have changed."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of({"": value})}
-        left = {name: facts[0] for name, facts in self.tensors.items()}
-        same = type(value) is self.kind and provenance(value) == self.made_by and shapes == left
-        return same and _kept(value) == self.options
+        mine, others = (
+            (left.kind, left.made_by, left.options, {n: facts[0] for n, facts in left.tensors.items()})
+            for left in (self, Left.of(value))
+        )
+        return mine == others
 
     def follow(self, restored: Any, now: Any) -> Any:
         """Give `restored` the dtype, device and gradients that `now` was given since it was left as this."""
@@ -84,10 +84,6 @@ class Left:
                     if isinstance(tensor, nn.Parameter):
                         tensor.requires_grad_(flags.get(name, any(flags.values())))
         return restored
-
-
-def _kept(value: Any) -> str:
-    return f"{options_of(value)} {hooks_of(value)}" if isinstance(value, nn.Module) else ""
 
 
 Restore = Callable[[Mapping[str, Any], Mapping[str, Left]], Mapping[str, Any]]
@@ -109,10 +105,10 @@ class Keep:
     @classmethod
     def of(cls, before: Mapping[str, Any], after: Mapping[str, Any]) -> Keep:
         """Copy what a pass replaces; what was one object, or one tensor, stays one."""
-        return cls(copied({p: value for p, value in before.items() if value is not None}), _digest(after))
+        return cls(copied({p: value for p, value in before.items() if value is not None}), digest(after))
 
     def __call__(self, now: Mapping[str, Any], left: Mapping[str, Left]) -> Mapping[str, Any]:
-        if _digest(now) != self.values:
+        if digest(now) != self.values:
             raise UndoError(
                 f"the weights of {', '.join(now)} have changed since (by training, load_state_dict or a change of "
                 "dtype), and undoing would lose that. Put the weights back, or keep the rewritten model"
@@ -133,25 +129,4 @@ def copied(values: Mapping[str, Any], tensors: Mapping[int, Tensor] | None = Non
     memo: dict[int, Any] = dict(tensors or {})
     if tensors is None:
         memo = {id(t): with_values(t, t.detach().clone()) for _, t in tensors_of(values)}
-    return {path: _copy(value, memo) for path, value in values.items()}
-
-
-def _copy(value: Any, memo: dict[int, Any]) -> Any:
-    of_torch = type(value).__module__.startswith("torch.nn.modules.")
-    if id(value) in memo or not isinstance(value, nn.Module) or modules_of(value) or not of_torch:
-        return copy.deepcopy(value, memo)
-    shell = memo[id(value)] = without_tensors(value)  # deepcopy is slow
-    for registry in REGISTRIES[:2]:
-        tensors = getattr(value, registry)
-        shell.__dict__[registry] = {n: None if t is None else memo[id(t)] for n, t in tensors.items()}
-    return shell
-
-
-def _digest(values: Mapping[str, Any]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in tensors_of(values):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        if not tensor.is_meta:
-            flat = tensor.detach().cpu().contiguous().flatten()
-            digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
-    return digest.hexdigest()
+    return {path: copy.deepcopy(value, memo) for path, value in values.items()}

@@ -8,5 +8,4 @@ from fxopt import tuning
 @pytest.fixture(autouse=True)
 def fresh_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FXOPT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tuning, "_known", {})
-    monkeypatch.setattr(tuning, "_once", {})
+    monkeypatch.setattr(tuning, "_rows", {})

@@ -151,7 +151,7 @@ def test_hooks_are_not_dropped(image, tmp_path, register):
 def test_kernels_are_chosen_for_the_machine_that_loads(image, tmp_path, monkeypatch):
     x = torch.randn(2, 3, 8, 8)
     fast = fxopt.optimize(image, (x,), tune=True)
-    monkeypatch.setattr(tuning, "_known", {})
+    monkeypatch.setattr(tuning, "_rows", {})
     asked = []
 
     def fastest(layer, shape, *, rounding):
