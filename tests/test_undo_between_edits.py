@@ -200,6 +200,40 @@ def test_a_hand_written_reverse_may_leave_modules_in_another_order():
     assert history(graph_module) == ()
 
 
+class RemovesOnes(ReversibleTransformation):
+    """Hand-written; its reverse creates the nodes again that it erased."""
+
+    def transform(self, graph_module):
+        for node in graph_module.graph.find_nodes(op="call_function", target=operator.mul):
+            if node.args[1] == 1:
+                value = node.args[0]
+                node.replace_all_uses_with(value)
+                graph_module.graph.erase_node(node)
+                self.mark_as_transformed(value)
+        return graph_module
+
+    def reverse(self, graph_module):
+        for node in self.get_transformed_nodes(graph_module):
+            with graph_module.graph.inserting_after(node):
+                product = graph_module.graph.call_function(operator.mul, (node, 1))
+            node.replace_all_uses_with(product, delete_user_cb=lambda user, new=product: user is not new)
+            self.mark_as_restored(node)
+        return graph_module
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_nodes_that_a_hand_written_reverse_creates_have_their_names_again(before):
+    def forward(m, x):
+        for _ in range(before):
+            x = x * 2
+        return torch.relu(m.layer(x) * 1) * 3
+
+    graph_module = fxopt.trace(module(forward, layer=nn.Linear(4, 4)), (X,))
+    expected = graph_module.code
+    RemovesOnes()(graph_module)
+    assert RemovesOnes()(graph_module, reverse=True).code == expected
+
+
 class Calls(ReversibleRewrite):
     def match(self, graph_module):
         yield from graph_module.graph.find_nodes(op="call_module", target="1")

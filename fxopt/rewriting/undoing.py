@@ -23,6 +23,7 @@ from fxopt.rewriting.record import (
 )
 from fxopt.rewriting.snapshot import Snapshot
 from fxopt.rewriting.weights import provenance
+from fxopt.torch_internals import name_counts, used_names
 
 
 def own_steps(pass_: Any, graph_module: GraphModule) -> list[Step]:
@@ -122,6 +123,7 @@ def reverse_by_hand(pass_: Any, graph_module: GraphModule, undone: Sequence[Step
         if any(step.parts for step in undone):  # what it applied inside, its reverse may undo
             parts = [part for step in steps for part in (step.parts if step.key in keys else (step,))]
             set_steps(graph_module, parts, attempt.snapshot.orders)
+        _free_names(graph_module, undone)
         with attempt.writes:
             result = pass_.reverse(graph_module)
         attempt.check(result)
@@ -135,6 +137,16 @@ def reverse_by_hand(pass_: Any, graph_module: GraphModule, undone: Sequence[Step
             standing.append(Step(f"{pass_!r}, reversed", pass_.signature, 0, False))
             set_steps(result, standing, attempt.snapshot.orders)
     return result, attempt.take_back
+
+
+def _free_names(graph_module: GraphModule, undone: Sequence[Step]) -> None:
+    """Let nodes that `reverse` creates have the names of those that were erased: torch.fx keeps these, and would count on."""
+    edits = (edit for step in undone for edit in step.edits or () if isinstance(edit, NodeEdit))
+    erased = {edit.name for edit in edits if edit.after is None}
+    used_names(graph_module.graph).difference_update(
+        erased - {node.name for node in graph_module.graph.nodes}
+    )
+    name_counts(graph_module.graph).clear()
 
 
 def _check_order(undone: Sequence[Step], steps: Sequence[Step]) -> None:

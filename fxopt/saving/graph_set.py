@@ -50,10 +50,16 @@ class GraphSet(nn.Module):
 
     def choose_kernels(self) -> None:
         """Give packed layers the kernels that are the fastest on this machine, for the inputs that they were packed for."""
-        packed: Any = (layer for layer in self.modules() if isinstance(layer, PackedLayer))
-        for layer in packed if self.tune else ():
-            plain = plain_layer(layer)
-            kernels, exact = kernels_for(plain, rounding=True), kernels_for(plain)
-            if kernels:
-                rounding = layer.kernel in kernels and layer.kernel not in exact
-                layer.kernel, _ = fastest(plain, layer.packed_for, rounding=rounding)
+        for graph in self.graphs if self.tune else ():
+            for node in graph.graph.find_nodes(op="call_module"):
+                layer = graph.get_submodule(str(node.target))
+                if isinstance(layer, PackedLayer):
+                    _choose_kernel(layer, node.kwargs.get("activation"))
+
+
+def _choose_kernel(layer: Any, activation: str | None) -> None:
+    plain = plain_layer(layer)
+    kernels, exact = kernels_for(plain, rounding=True), kernels_for(plain)
+    if kernels:
+        rounding = layer.kernel in kernels and layer.kernel not in exact
+        layer.kernel, _ = fastest(plain, layer.packed_for, rounding=rounding, activation=activation)

@@ -154,8 +154,8 @@ def test_kernels_are_chosen_for_the_machine_that_loads(image, tmp_path, monkeypa
     monkeypatch.setattr(tuning, "_rows", {})
     asked = []
 
-    def fastest(layer, shape, *, rounding):
-        asked.append((type(layer), tuple(shape), rounding))
+    def fastest(layer, shape, *, rounding, activation):
+        asked.append((type(layer), tuple(shape), rounding, activation))
         return tuning.PLAIN, {}
 
     fast = fxopt.optimize(fxopt.undo(fast), tune=False)
@@ -165,8 +165,8 @@ def test_kernels_are_chosen_for_the_machine_that_loads(image, tmp_path, monkeypa
     monkeypatch.setattr(graph_set, "fastest", fastest)
     loaded = reloaded(fast, tmp_path)
     assert sorted(asked, key=str) == [
-        (nn.Conv2d, (2, 3, 8, 8), False),
-        (nn.Linear, (2, 8), False),
+        (nn.Conv2d, (2, 3, 8, 8), False, "relu"),
+        (nn.Linear, (2, 8), False, None),
     ]
     packed = [layer for layer in loaded.modules() if isinstance(layer, PackedLinear | PackedConv2d)]
     assert [layer.kernel for layer in packed] == [tuning.PLAIN] * 2
@@ -183,7 +183,9 @@ def test_int8_stays(tmp_path, monkeypatch):
     assert [m.kernel for m in loaded.modules() if isinstance(m, PackedLinear)] == ["int8"]
     assert torch.equal(loaded(x), fast(x))
     asked = []
-    monkeypatch.setattr(graph_set, "fastest", lambda *_, rounding: (asked.append(rounding) or "int8", {}))
+    monkeypatch.setattr(
+        graph_set, "fastest", lambda *_, rounding, activation: (asked.append(rounding) or "int8", {})
+    )
     loaded.tune = True
     loaded.choose_kernels()
     assert asked == [True]
