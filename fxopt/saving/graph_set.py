@@ -50,7 +50,8 @@ class GraphSet(nn.Module):
 
     def choose_kernels(self) -> None:
         """Give packed layers the kernels that are the fastest on this machine, for the inputs that they were packed for."""
-        for graph in self.graphs if self.tune else ():
+        graphs: Any = self.graphs
+        for graph in graphs if self.tune else ():
             for node in graph.graph.find_nodes(op="call_module"):
                 layer = graph.get_submodule(str(node.target))
                 if isinstance(layer, PackedLayer):
