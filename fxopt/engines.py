@@ -369,6 +369,8 @@ class _Recording:
 
 def _openvino(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
     """OpenVINO, from a graph of torch.export; of its requests each thread has one."""
+    if any(graph.holds(node, lambda tensor: tensor.dtype == torch.float64) for node in body.graph.nodes):
+        raise Unfit("it computes float64 in float32")
     import openvino
 
     model = _exported(body, inputs, openvino.convert_model)

@@ -295,7 +295,7 @@ def test_a_transformation_that_cannot_be_pickled():
     before = copy.deepcopy(graph_module)
     carried = pickled(pickled(graph_module))
     assert names(carried) == names(graph_module)
-    with pytest.raises(UndoError, match="it could not be pickled together with the graph module"):
+    with pytest.raises(UndoError, match="it was not pickled or saved with the graph module"):
         undo(carried)
     assert_round_trip(before, carried)
     assert undo(copy.deepcopy(graph_module))(X) is not None

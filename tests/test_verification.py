@@ -728,3 +728,36 @@ def test_integers_near_zero_are_tried_as_well():
     traced = fxopt.trace(module(lambda self, x, m: x.masked_fill(m == 0, -1.0)), inputs)
     with pytest.warns(VerificationWarning, match="eq_1"):
         Compares("eq")(traced, verify=True)
+
+
+class LowRank(fxopt.Pattern):
+    """It factors its own factors, too, as far as the tolerance allows."""
+
+    preserves_computation, tolerance = False, 0.5
+
+    def pattern(self, x, linear: nn.Linear):
+        return linear(x)
+
+    def refuses(self, x, linear):
+        return "it is small" if min(linear.weight.shape) < 8 else None
+
+    def replacement(self, x, linear):
+        rank = min(linear.weight.shape) * 3 // 4
+        left, values, right = torch.linalg.svd(linear.weight)
+        down, up = nn.Linear(linear.in_features, rank, bias=False), copy.deepcopy(linear)
+        down.weight.copy_(right[:rank])
+        up.weight = nn.Parameter(left[:, :rank] * values[:rank])
+        up.in_features = rank
+        return up(down(x))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_was_put_back_is_verified_with_the_next_site(seed):
+    torch.manual_seed(seed)
+    layers = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())))
+    traced = fxopt.trace(layers, (torch.randn(2, 32),))
+    before = copy.deepcopy(traced)
+    with pytest.warns(fxopt.VerificationWarning, match="took back"):
+        LowRank()(traced, verify=True)
+    assert fxopt.history(traced)
+    assert_round_trip(before, fxopt.undo(traced))

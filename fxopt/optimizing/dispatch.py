@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,14 +41,12 @@ _MOST_FAILURES = 2
 _MOST_REFUSALS = 16  # how many captures of one structure may give no graph: the model refuses some inputs
 _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_NUMBERS = 4  # how many values of one number may have a graph
-_RESTLESS = 4  # after so many changes of the model, a new state gets a graph at its second call alone
+_RESTLESS = 4  # after so many changes of the model, a graph is made when calls without one have taken as long as making one
 _MOST_KEPT = 2  # how often graphs begin anew since a forward assigns no more what it assigned before
 _LAUNCHING = ("cuda",)  # devices that compute while Python goes on
 
 _CHANGED = "the model was changed while its graph was made"
-_RESTLESS_MODEL = (
-    "the model is another one from call to call: it gets a graph when two calls find the same model"
-)
+_RESTLESS_MODEL = "the model changes often: it gets a graph when its calls since a change have taken as long as making a graph"
 _ALL = weakref.WeakSet["Graphs"]()
 
 
@@ -117,7 +116,7 @@ class _Book:
 
     Attributes:
         used: when a call found this state last, as a number that grows.
-        may_capture: whether graphs may be made for this state.
+        waited: the seconds of calls without a graph, since this state was found or a graph was made.
         graphs: in the order in which they are tried.
         structures: what is known of each structure.
         without_graph: calls for which there is no graph, and will be none.
@@ -128,7 +127,7 @@ class _Book:
 
     state: State
     used: int
-    may_capture: bool
+    waited: float = 0.0
     graphs: tuple[_Graph, ...] = ()
     structures: dict[Any, _Structure] = dataclasses.field(default_factory=dict)
     without_graph: set[Any] = dataclasses.field(default_factory=set)
@@ -166,6 +165,7 @@ class Graphs:
         with lock:
             self.books: tuple[_Book, ...] = ()  # one for each state
             self._changes = self._kept = 0
+            self._cost = 0.0  # the seconds that the last graph took to make
             # Optimized parts of the module that are called by themselves, by the ids of what they stand for.
             self.parts: dict[int, Any] = {}
 
@@ -207,7 +207,10 @@ class Graphs:
                         continue  # these outputs are those of weights that the model had
                     graph.used = next(self._uses)
                     return written_back(value, mappings)
+            start, called = time.perf_counter(), self._last()
             value = getattr(self._model, inputs.method)(*inputs.args, **inputs.kwargs)
+            if called is not None:
+                called.waited += time.perf_counter() - start
             for note in after:  # what the model itself refuses is no failure of a graph
                 note(value)
             return value
@@ -234,7 +237,7 @@ class Graphs:
         """
         if any(map(has_own_kernels, inputs.tensors())):
             return
-        last = max(self.books, key=lambda book: book.used, default=None)
+        last = self._last()
         yield from (graph for graph in last.taking(inputs) if graph.asked_late) if last else ()
         book = self._found()
         known = book.taking(inputs) if book else []
@@ -254,7 +257,7 @@ class Graphs:
         try:  # perhaps another thread has made one meanwhile
             book = self._found() or self._opened()
             made = [graph for graph in book.taking(inputs) if graph not in known]
-            if not made and not book.may_capture:
+            if not made and self._changes > _RESTLESS and book.waited < self._cost:
                 self._warn(inputs, _RESTLESS_MODEL)
             elif not made:
                 graph = self._make(book, inputs, named, key, sizes, after)
@@ -294,6 +297,7 @@ class Graphs:
         free = {place for place, _ in structure.sizes - sizes}
         with progress(f"optimize {type(self._model).__name__}", self.options.progress) as enter:
             lowered, report = prepare(self._model, inputs, named, free, self.options, book.state.holds, enter)
+        self._cost, book.waited = report.seconds, 0.0
         disagreement = self._disagreement(book, report)
         # Perhaps by its first run: models of transformers add hooks then.
         if again and disagreement == _CHANGED:
@@ -392,11 +396,14 @@ class Graphs:
             return "autocast is on; choose the precision when you optimize"
         return None
 
+    def _last(self) -> _Book | None:
+        return max(self.books, key=lambda book: book.used, default=None)
+
     def _found(self) -> _Book | None:
         """The graphs for the model as it is; None if there are none yet."""
         for book in sorted(self.books, key=lambda book: -book.used):
             if book.state.holds():
-                book.may_capture, book.used = True, next(self._uses)
+                book.used = next(self._uses)
                 return book
         return None
 
@@ -405,7 +412,7 @@ class Graphs:
         self._changes += bool(self.books)
         state = State(self._model, {place for book in self.books for place in book.state.places})
         live = sorted((b for b in self.books if not b.state.is_gone()), key=lambda book: -book.used)
-        opened = _Book(state, next(self._uses), self._changes <= _RESTLESS)
+        opened = _Book(state, next(self._uses))
         self.books = (opened, *live)[: self.options.max_graphs]
         return opened
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -250,10 +251,15 @@ def _optimized_class(cls: Any, own: tuple[str, ...], methods: tuple[str, ...]) -
         "refresh": lambda module: getattr(module, GRAPHS).refresh(),
     }
     optimized = ("forward", *methods)
+    # They stay those of the model's class, which can be pickled by its name.
+    of_class = [
+        n for n in dir(cls) if n[:2] != "__" and isinstance(inspect.getattr_static(cls, n), classmethod)
+    ]
     wrapped = {name: _wrapped(cls, name, name in optimized) for name in (*public, *optimized)}
     members = {
         **{name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")},
         **wrapped,
+        **{name: staticmethod(getattr(cls, name)) for name in of_class},
         **{name: added[name] for name in own},
         **({"get_encoder": _optimized_encoder(cls.get_encoder)} if hasattr(cls, "get_encoder") else {}),
         "__slots__": (STANDS_FOR, GRAPHS, OWN_FORWARD, OWN_COMPILED),

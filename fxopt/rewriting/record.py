@@ -80,7 +80,7 @@ class Step:
         """
         if not isinstance(self.transformation, bytes | None):
             return self.transformation
-        why = "it could not be pickled together with the graph module"
+        why = "it was not pickled or saved with the graph module (fxopt.save takes its class in `trusted`)"
         try:
             if self.transformation is not None:
                 return pickle.loads(self.transformation)

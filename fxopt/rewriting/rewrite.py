@@ -140,7 +140,8 @@ class Rewrite(Transformation, Generic[S]):
         rows, settled = dict[str, Row](), set[str]()  # settled: rewritten, or taken back
         with graph.suppressing_guards(graph_module):
             verifier, writes = Verifier(self, graph_module, verify), refuse_writes(self, snapshot)
-            for _ in range(limit := 1 + len(graph_module.graph.nodes)):
+            rounds, limit = 0, 8 + len(graph_module.graph.nodes)
+            while rounds < limit:
                 found = found_by(self, graph_module)
                 rows |= {row.node: row for row in map(Row.of, found) if row.node not in settled}
                 sites = [e for e in found if not isinstance(e, Refusal) and not rows[node_of(e).name].reason]
@@ -161,6 +162,7 @@ class Rewrite(Transformation, Generic[S]):
                         break  # what came back may be another node than the one in the sites: match again
                     marked += nodes
                 else:
+                    rounds += 1
                     if not sites or not self.opens_sites(graph_module, sites):
                         break
             else:

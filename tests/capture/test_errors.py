@@ -315,3 +315,14 @@ def test_an_input_whose_name_the_code_uses_is_an_error():
     with pytest.raises(fxopt.TraceError, match="the input 'inf' has a name that code"):
         fxopt.trace(Takes(), (X, X), verify=False)
     assert torch.equal(fxopt.trace(Adds(), (X, X))(X, X), X + X)
+
+
+def test_the_guard_sees_the_inputs_before_the_graph_asks_for_their_devices():
+    def forward(m, x, y):
+        return torch.ones(3, device=x.device) + y
+
+    traced = fxopt.trace(module(forward), (X, torch.ones(3)))
+    nodes = [node.op for node in traced.graph.nodes]
+    assert nodes[:3] == ["placeholder", "placeholder", "call_module"]
+    with pytest.raises(fxopt.GuardError, match="input 'x'"):
+        traced([1.0], torch.ones(3))

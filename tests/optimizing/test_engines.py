@@ -143,6 +143,14 @@ def test_blocks_that_switch_off_what_is_off_cost_nothing(engine, ran, monkeypatc
 
 
 @torch.no_grad()
+def test_openvino_computes_no_float64():
+    x = torch.randn(4, 16, dtype=torch.float64)
+    with pytest.warns(fxopt.FallbackWarning, match="is not installed|it computes float64 in float32"):
+        fast = fxopt.optimize(layers().double(), (x,), engine="openvino", tune=False)
+    assert fast.report[0].engine == "torch"
+
+
+@torch.no_grad()
 def test_wrong_inputs_do_not_end_an_engine(ran):
     model = nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 4)).eval()
     ids = torch.tensor([[1, 2, 9]])

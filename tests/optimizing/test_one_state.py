@@ -478,3 +478,15 @@ def test_a_trial_puts_back_a_buffer_that_the_forward_replaces():
         torch.testing.assert_close(fast(x), own(x))
         torch.testing.assert_close(model[0].total, own[0].total)
     assert "the forward replaces the buffer '0.total'" in str(fast.report)
+
+
+class WithClassMethod(nn.Linear):
+    @classmethod
+    def _name(cls):
+        return cls.__name__
+
+
+def test_methods_of_the_class_are_those_of_the_models_class():
+    fast = fxopt.optimize(WithClassMethod(2, 2).eval())
+    assert pickle.loads(pickle.dumps(fast.__class__._name)) == WithClassMethod._name
+    assert fast._name() == "WithClassMethod"

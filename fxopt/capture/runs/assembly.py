@@ -36,7 +36,13 @@ def assemble(run: RunResult, alternatives: list[list[SizeGuard]]) -> TracedModul
     if placeholders:
         with run.graph.inserting_after(placeholders[-1]):
             named = {str(node.target).lstrip("*"): node for node in placeholders}
-            run.graph.call_module(guard_name, (), named)
+            guard = run.graph.call_module(guard_name, (), named)
+        early = [*itertools.takewhile(lambda node: node is not guard, run.graph.nodes)]
+        for node in reversed(early):
+            if (
+                node.op != "placeholder"
+            ):  # it reads the device of an input, which may be something else than a tensor
+                guard.append(node)
     complete_metadata(run.graph, qualified_name(type(model)))
     traced = TracedModule(root, run.graph, type(model).__name__)
     traced.config = getattr(model, "config", None)
