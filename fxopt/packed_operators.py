@@ -234,13 +234,13 @@ def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
     options = (padding_of(layer), layer.stride, layer.dilation, layer.groups)
     weight = layer.weight.detach().contiguous()
     packed = internals.reorder_convolution_weight(weight, *options, list(shape))
-    output_shape = _shape_of_output(weight, *options)
+    output_shape = _shape_of_output(layer)
 
     def compute(
         bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
     ) -> Tensor:
         input = with_strides_of_channels_last(input)
-        if other is not None and other.dtype is input.dtype and other.shape == output_shape(input.shape):
+        if other is not None and other.dtype is input.dtype and other.shape == output_shape(input):
             inputs = (other, input) if overwrites else (input, other)
             add = add_into if overwrites else run_and_add
             value: Tensor = add(*inputs, packed, bias, *options, "add", 1.0, None, [], None)
@@ -322,16 +322,17 @@ def _of_one_row(pack: Callable[[Any, Sequence[int]], Packed]) -> Callable[[nn.Co
     return of_sequences
 
 
-def _shape_of_output(
-    weight: Tensor, padding: Any, stride: Any, dilation: Any, groups: int
-) -> Callable[[torch.Size], torch.Size]:
-    """A function that gives the shape of the output of a convolution by that of its input."""
-    weight = weight.to("meta")
+def _shape_of_output(layer: nn.Conv2d) -> Callable[[Tensor], tuple[int, ...]]:
+    features, padding = layer.out_channels, padding_of(layer) or [0, 0]
+    facts = [
+        (2 * p - d * (k - 1) - 1, s)
+        for p, d, k, s in zip(padding, layer.dilation, layer.kernel_size, layer.stride, strict=True)
+    ]
 
-    @functools.lru_cache
-    def output_shape(shape: torch.Size) -> torch.Size:
-        value = torch.empty(shape, dtype=weight.dtype, device="meta")
-        return functional.conv2d(value, weight, None, stride, padding, dilation, groups).shape
+    def output_shape(input: Tensor) -> tuple[int, ...]:
+        batch, _, height, width = input.shape
+        (more, step), (more_wide, step_wide) = facts
+        return batch, features, (height + more) // step + 1, (width + more_wide) // step_wide + 1
 
     return output_shape
 

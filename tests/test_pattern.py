@@ -695,3 +695,30 @@ def test_a_number_in_a_slice_is_a_parameter():
 
     explained = Narrow().explain(of(lambda m, x: x[:, :2].exp().sum(1) * x[:, :3].exp().sum(1)))
     assert len(explained.sites) == 2
+
+
+class Halve(Pattern):
+    preserves_computation = True
+
+    def pattern(self, x, layer: nn.Linear):
+        return layer(x) / 2
+
+    def replacement(self, x, layer):
+        new = copy.deepcopy(layer)
+        new.weight.div_(2)
+        new.bias.div_(2)
+        return new(x)
+
+    def inverse(self, new):
+        old = copy.deepcopy(new)
+        old.weight.mul_(2)
+        old.bias.mul_(2)
+        old.weight[0, 0] *= 1 + 1e-3
+        return old
+
+
+def test_one_wrong_weight_of_a_large_layer_is_a_wrong_inverse():
+    model = module(lambda m, x: m.layer(x) / 2, layer=nn.Linear(1024, 1024))
+    nn.init.constant_(model.layer.weight, 0.01)
+    with pytest.raises(PassError, match="inverse of .* does not give layer back"):
+        Halve()(fxopt.trace(model, (torch.randn(2, 1024),)))

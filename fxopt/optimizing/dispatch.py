@@ -116,7 +116,7 @@ class _Book:
 
     Attributes:
         used: when a call found this state last, as a number that grows.
-        waited: the seconds of calls without a graph, since this state was found or a graph was made.
+        waited: the seconds of calls without a graph, since the book was opened or a graph was made.
         graphs: in the order in which they are tried.
         structures: what is known of each structure.
         without_graph: calls for which there is no graph, and will be none.
@@ -207,9 +207,10 @@ class Graphs:
                         continue  # these outputs are those of weights that the model had
                     graph.used = next(self._uses)
                     return written_back(value, mappings)
-            start, called = time.perf_counter(), self._last()
+            called = self._last() if obstacle is None else None
+            start = time.perf_counter() if called else 0.0  # torch.compile cannot trace it
             value = getattr(self._model, inputs.method)(*inputs.args, **inputs.kwargs)
-            if called is not None:
+            if called:
                 called.waited += time.perf_counter() - start
             for note in after:  # what the model itself refuses is no failure of a graph
                 note(value)
@@ -257,13 +258,12 @@ class Graphs:
         try:  # perhaps another thread has made one meanwhile
             book = self._found() or self._opened()
             made = [graph for graph in book.taking(inputs) if graph not in known]
-            if not made and self._changes > _RESTLESS and book.waited < self._cost:
-                self._warn(inputs, _RESTLESS_MODEL)
-            elif not made:
+            if not made:
+                waits = self._waits(book)
                 graph = self._make(book, inputs, named, key, sizes, after)
                 if graph is not None:
                     made = [graph]
-                elif len(book.without_graph) < _MOST_STRUCTURES:
+                elif not waits and len(book.without_graph) < _MOST_STRUCTURES:
                     book.without_graph |= {(key, sizes), plain} - {None}
         finally:
             lock.release()
@@ -294,6 +294,9 @@ class Graphs:
         if len(structure.failures) >= _MOST_FAILURES:
             self._warn(inputs, structure.failures[-1])
             return None
+        if again and self._waits(book):
+            self._warn(inputs, _RESTLESS_MODEL)
+            return None
         free = {place for place, _ in structure.sizes - sizes}
         with progress(f"optimize {type(self._model).__name__}", self.options.progress) as enter:
             lowered, report = prepare(self._model, inputs, named, free, self.options, book.state.holds, enter)
@@ -322,6 +325,10 @@ class Graphs:
         book.graphs = (made, *book.graphs)
         self._drop_unused()
         return made
+
+    def _waits(self, book: _Book) -> bool:
+        """Tell whether the model changes often, and calls since the last change have taken less time than making a graph."""
+        return self._changes > _RESTLESS and book.waited < self._cost
 
     def _note_limits(self, inputs: Inputs, structure: _Structure, report: GraphReport) -> None:
         """Note what a graph does not do that was asked for: free sizes, the precision, the engine."""

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxopt import effects, graph, submodules
-from fxopt.compare import epsilon, norm_error, unlike
+from fxopt.compare import epsilon, pairs, tensor_error, unlike
 from fxopt.errors import PassError, UndoError
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import name_of
@@ -416,7 +416,9 @@ def _is_close(layer: nn.Module, other: nn.Module) -> bool:
         ([part.training for part in each.modules()], dict(submodules.tensors_of({"": each})))
         for each in (layer, other)
     )
-    return not unlike(mine, theirs) and norm_error(mine, theirs) <= 1e3 * epsilon(mine)
+    return not unlike(mine, theirs) and all(
+        tensor_error(one, two)[1] <= 1e3 * epsilon(one) for _, one, two in pairs(mine, theirs)
+    )
 
 
 def _check_new(pass_: Pattern, new: nn.Module, old: list[nn.Module]) -> None:

@@ -159,6 +159,7 @@ class Rewrite(Transformation, Generic[S]):
                         del rewriter.log[start:]
                         rows[row.node] = row._replace(reason=reason)
                         warn(f"{self!r} took back its rewrite of {row.place}: {reason}", VerificationWarning)
+                        rounds += site is not sites[0]  # others of this round stay
                         break  # what came back may be another node than the one in the sites: match again
                     marked += nodes
                 else:

@@ -96,12 +96,9 @@ class Verifier:
             return None
         if not self._preserves and self._tolerance is None:
             self.unverified[""] = "it states neither `preserves_computation = True` nor a `tolerance`"
+        # What was put back may be another node of the same name.
         there = {node.name: node for node in before.graph_module.graph.nodes}
-        self._nodes = {
-            **before.nodes,
-            **made,
-            **there,
-        }  # what was put back may be another node of the same name
+        self._nodes = {**before.nodes, **made, **there}
         try:
             piece = self._piece(edits, before)
             reason = _thawed(piece) if self._preserves else None

@@ -503,3 +503,18 @@ def test_optimize_follows_weights_that_its_graph_has_folded():
             torch.testing.assert_close(fast(x), model(x))
             parameter.mul_(1.5)
         torch.testing.assert_close(fast(x), model(x))
+
+
+@pytest.mark.parametrize("normed", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_a_weight_that_was_computed_with_gradients_is_folded_and_comes_back(normed):
+    model = nn.Sequential(normed(nn.Linear(4, 4)), nn.ReLU()).eval()
+    model(X)
+    traced = fxopt.trace(model, (X,))
+    code, layer = traced.code, traced.get_submodule("0")
+    FoldConstants(freeze=True)(traced)
+    assert type(traced.get_submodule("0")) is nn.Linear
+    assert not [*traced.get_submodule("0")._forward_pre_hooks]
+    torch.testing.assert_close(traced(X), model(X))
+    assert undo(traced).code == code
+    assert [*traced.get_submodule("0").state_dict()] == [*layer.state_dict()]
+    torch.testing.assert_close(traced(X), model(X))

@@ -87,7 +87,8 @@ def _switches_off(node: Node) -> bool:
     if isinstance(node.args[0], Node):  # it restores what that node found
         return _switches_off(node.args[0])
     flags: dict[Any, int] = {set_grad_enabled: 0, enter_autocast: 2}
-    return node.target in flags and node.args[flags[node.target]] is False
+    # What nobody restores holds behind the graph, too.
+    return node.target in flags and node.args[flags[node.target]] is False and bool(node.users)
 
 
 def leave_all(depth: int = 0) -> None:
