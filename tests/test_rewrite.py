@@ -299,6 +299,38 @@ def test_a_pass_that_matches_what_it_makes_is_stopped():
         Endless()(traced())
 
 
+class Grows(ReversibleRewrite):
+    """Makes two ReLUs of one; behind another one, by mistake, a sigmoid."""
+
+    preserves_computation = True
+
+    def match(self, graph_module):
+        yield from graph_module.graph.find_nodes(op="call_function", target=torch.relu)
+
+    def opens_sites(self, graph_module, sites):
+        return True
+
+    def apply(self, rewriter, node):
+        (value,) = node.all_input_nodes
+        functions = (torch.sigmoid,) if value.target is torch.relu else (torch.relu, torch.relu)
+        for function in functions:
+            value = rewriter.create("call_function", function, (value,), {}, before=node)
+        rewriter.replace_uses(node, value)
+        rewriter.erase(node)
+        return value
+
+
+def test_rounds_that_take_a_site_back_and_keep_another_one_come_to_an_end():
+    traced = fxopt.trace(module(lambda m, x: torch.relu(x)), (torch.randn(2, 3),))
+    before = copy.deepcopy(traced)
+    with (
+        pytest.warns(fxopt.VerificationWarning, match="took back"),
+        pytest.raises(PassError, match="come to an end"),
+    ):
+        Grows()(traced, verify=True)
+    assert_round_trip(before, traced)
+
+
 @pytest.mark.parametrize(
     ("found", "kind"), [(None, "NoneType"), ("relu", "str"), ([("a", "b")], "tuple"), (7, "int")]
 )

@@ -16,7 +16,7 @@ from fxopt.rewriting.edits import as_data
 from fxopt.rewriting.explanation import Explanation, Refusal, Row, Site, node_of
 from fxopt.rewriting.record import mark
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.rewriting.snapshot import Snapshot, refuse_writes
+from fxopt.rewriting.snapshot import Snapshot, Writes, refuse_writes
 from fxopt.rewriting.transformation import ReversibleTransformation, Transformation
 from fxopt.rewriting.verification import Verifier, Verify
 from fxopt.torch_internals import is_erased
@@ -146,19 +146,12 @@ class Rewrite(Transformation, Generic[S]):
                 rows |= {row.node: row for row in map(Row.of, found) if row.node not in settled}
                 sites = [e for e in found if not isinstance(e, Refusal) and not rows[node_of(e).name].reason]
                 for site in sites:
-                    row, start = rows[node_of(site).name], len(rewriter.log)
+                    row = rows[node_of(site).name]
                     settled.add(row.node)
                     before = snapshot if verify is False else Snapshot(graph_module)
-                    with writes:
-                        nodes = self._rewrite_site(rewriter, site, row)
-                    if verify is not False:
-                        check_log(self, before, rewriter.log[start:])
-                    reason = verifier.difference(rewriter.log[start:], before, rewriter.made)
+                    nodes, reason = self._verified(rewriter, site, row, before, verifier, writes)
                     if reason:
-                        before.put_back()
-                        del rewriter.log[start:]
                         rows[row.node] = row._replace(reason=reason)
-                        warn(f"{self!r} took back its rewrite of {row.place}: {reason}", VerificationWarning)
                         rounds += site is not sites[0]  # others of this round stay
                         break  # what came back may be another node than the one in the sites: match again
                     marked += nodes
@@ -175,12 +168,26 @@ class Rewrite(Transformation, Generic[S]):
         verifier.report()
         return Explanation(type(self).__name__, tuple(rows.values())), marked
 
-    def _rewrite_site(self, rewriter: Rewriter, site: S, row: Row) -> list[Node]:
+    def _verified(
+        self, rewriter: Rewriter, site: S, row: Row, before: Snapshot, verifier: Verifier, writes: Writes
+    ) -> tuple[list[Node], str | None]:
+        """Rewrite a site; returns the nodes to mark, and how it differs, where it was taken back."""
+        start = len(rewriter.log)
         try:
-            return nodes_of(self, self.apply(rewriter, site))
+            with writes:
+                nodes = nodes_of(self, self.apply(rewriter, site))
         except Exception as error:
             error.add_note(f"{type(self).__name__} was rewriting {row.place}")
             raise
+        edits = rewriter.log[start:]
+        if verifier.verifies:
+            check_log(self, before, edits)
+        reason = verifier.difference(edits, before, rewriter.made)
+        if reason:
+            before.put_back()
+            del rewriter.log[start:]
+            warn(f"{self!r} took back its rewrite of {row.place}: {reason}", VerificationWarning)
+        return nodes, reason
 
 
 class ReversibleRewrite(Rewrite[S], ReversibleTransformation):

@@ -59,6 +59,7 @@ class Verifier:
     """Compares the pieces of rewritten sites of one graph module, where that was asked for.
 
     Attributes:
+        verifies: whether that was asked for.
         unverified: why sites could not be run, by the name of one of their nodes.
     """
 
@@ -68,9 +69,9 @@ class Verifier:
                 f"verify is of type {type(verify).__name__}; give True, or a tuple of example inputs"
             )
         self.unverified: dict[str, str] = {}
-        self._pass, self._verify = pass_, verify
+        self._pass, self.verifies = pass_, verify is not False
         self._preserves, self._tolerance = pass_.preserves_computation, pass_.tolerance
-        if verify is False:
+        if not self.verifies:
             return
         self._graph_module = graph_module
         self._values = _described(graph_module, verify) if isinstance(verify, tuple) else {}
@@ -92,7 +93,7 @@ class Verifier:
         Returns:
             How they differ; None where they agree, or where the site cannot be run.
         """
-        if self._verify is False:
+        if not self.verifies:
             return None
         if not self._preserves and self._tolerance is None:
             self.unverified[""] = "it states neither `preserves_computation = True` nor a `tolerance`"

@@ -19,6 +19,7 @@ from fxopt.kernels import kernels_for
 from fxopt.optimizing import dispatch, prepare
 from fxopt.optimizing.inputs import Inputs
 from fxopt.optimizing.trial import Trial, Unused
+from fxopt.submodules import GRAPHS
 from fxopt.testing import randomise
 from tests.modules import module
 
@@ -505,6 +506,8 @@ def test_a_model_that_is_another_one_at_each_call_runs_itself_and_says_so():
     assert reasons(fast) == []
     calls = next(number for number in range(20_000) if fast(X) is not None and reasons(fast) == [None])
     assert calls > 2
+    fast(input=X)  # the same graph takes it, without waiting
+    assert [kind for kind, _ in getattr(fast, GRAPHS).made()] == [(1, ()), (0, ("input",))]
 
 
 @torch.no_grad()

@@ -142,6 +142,22 @@ def test_blocks_that_switch_off_what_is_off_cost_nothing(engine, ran, monkeypatc
     assert not switched
 
 
+@pytest.mark.parametrize("engine", ["torch", "openvino"])
+def test_a_mode_that_the_forward_leaves_switched_off_stays_so(engine, ran):
+    def forward(m, x):
+        torch.set_grad_enabled(False)
+        return m.layer(x).relu()
+
+    model = module(forward, layer=nn.Linear(16, 16).requires_grad_(False))
+    fast = fxopt.optimize(model, (X,), tune=False, engine=engine)
+    try:
+        with torch.enable_grad():
+            fast(X)
+            assert not torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
+
+
 @torch.no_grad()
 def test_openvino_computes_no_float64():
     x = torch.randn(4, 16, dtype=torch.float64)

@@ -37,12 +37,10 @@ def assemble(run: RunResult, alternatives: list[list[SizeGuard]]) -> TracedModul
         with run.graph.inserting_after(placeholders[-1]):
             named = {str(node.target).lstrip("*"): node for node in placeholders}
             guard = run.graph.call_module(guard_name, (), named)
-        early = [*itertools.takewhile(lambda node: node is not guard, run.graph.nodes)]
-        for node in reversed(early):
-            if (
-                node.op != "placeholder"
-            ):  # it reads the device of an input, which may be something else than a tensor
-                guard.append(node)
+        # Those in front read the device of an input, which may be something else than a tensor.
+        early = itertools.takewhile(lambda node: node is not guard, run.graph.nodes)
+        for node in [node for node in early if node.op != "placeholder"][::-1]:
+            guard.append(node)
     complete_metadata(run.graph, qualified_name(type(model)))
     traced = TracedModule(root, run.graph, type(model).__name__)
     traced.config = getattr(model, "config", None)
