@@ -2,8 +2,8 @@
 
 What was found is kept for the process, and for later ones in a file: `kernels.jsonl` in the folder that the environment
 variable `FXOPT_CACHE` names, by default `~/.cache/fxopt`. Each measurement appends a line; of two with one key, the later
-one counts. Since a machine may be busy while it measures, a second process measures again, and takes the shorter time of
-each; when both find the same, later processes take it as it is.
+one counts. Since a machine may be busy while it measures, later processes measure again, and take the shorter time of
+each, until one finds the same times; all after it take them as they are.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ _WORKING_SET = 2**25  # bytes of weights to go through, so that they come from m
 _MOST_COPIES = 16  # of a layer, each with weights of its own
 _SECONDS = 0.01  # how long to run each kernel of a layer
 
-_PROCESSES = "processes"  # in each row, how many found the same choice: 1.0 or 2.0
+_SPREAD = 1.15  # by which the least times of two processes differ on an idle machine, at most
+
+_PROCESSES = "processes"  # in each row, how many found the same times: 1.0 or 2.0
 
 _rows: dict[str, dict[str, float]] = {}  # by key; what this process found counts as found by two
 _lock = threading.Lock()  # threads that measure at once would slow each other down
@@ -116,7 +118,7 @@ def _looked_up(
         if is_known and before[_PROCESSES] >= 2:
             return before
         row = measure()
-        agree = is_known and _is_fast(row, _choice({name: before[name] for name in names}))
+        agree = is_known and all(_is_same(row[name], before[name]) for name in names)
         found = before | {name: min(took, before.get(name, took)) for name, took in row.items()}
         _append(key, found | {_PROCESSES: 1.0 + agree})
         _rows[key] = found | {_PROCESSES: 2.0}
@@ -128,9 +130,9 @@ def _load() -> None:
         _rows.update(_read())
 
 
-def _is_fast(row: Mapping[str, float], name: str) -> bool:
-    """Tell whether nothing in a row is faster than this by more than what measuring leaves open."""
-    return row[name] <= min(row.values()) / MARGIN**3
+def _is_same(seconds: float, before: float) -> bool:
+    """Tell whether two measurements found one time: on a busy machine the least times differ several times over."""
+    return max(seconds, before) <= _SPREAD * min(seconds, before)
 
 
 def _choice(row: Mapping[str, float]) -> str:

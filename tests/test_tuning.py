@@ -79,6 +79,17 @@ def test_what_two_processes_found_the_next_one_reads(monkeypatch, cache):
     assert kept == {"plain": 0.5, "onednn": 0.6, "mkl": 0.9, "processes": 2.0}, "the shortest times of all"
 
 
+def test_one_choice_by_other_times_is_measured_again(monkeypatch, cache):
+    """On two busy cores the threads of one kernel wait for each other, so that two processes choose the same wrong kernel."""
+    for onednn, wanted in [(15.0, "plain"), (7.0, "plain"), (0.6, "onednn")]:
+        forget(monkeypatch)
+        row = {"plain": 1.0, "onednn": onednn, "mkl": 1.1}
+        monkeypatch.setattr(tuning, "_measure", lambda *_, row=row: dict(row))
+        assert tuning.fastest(LAYER, SHAPE)[0] == wanted
+    (kept,) = kept_in(cache).values()
+    assert kept["processes"] == 1.0
+
+
 def test_another_layer_shape_dtype_or_number_of_threads_is_measured_by_itself(cache):
     threads = torch.get_num_threads()
     try:

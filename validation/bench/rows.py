@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import math
 import multiprocessing
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -87,7 +89,9 @@ def alone(limit: float, function: Callable[..., T], *given: Any) -> T:
 def _measured(
     case: Case, names: Collection[str], rounds: int, seconds: float, device: str = "cpu"
 ) -> list[Row]:
-    with quiet():
+    with quiet(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
+        # What a run before this one compiled, or timed on a busy machine, is not measured.
+        os.environ |= {"FXOPT_CACHE": caches, "TORCHINDUCTOR_CACHE_DIR": caches}
         there = engines(case[1], device)
         chosen = {name: made for name, made in there.items() if name in names or not names}
         return compare(case, workload(case[0], device=device), chosen, rounds=rounds, seconds=seconds)
