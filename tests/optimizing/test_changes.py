@@ -532,6 +532,28 @@ def test_what_some_inputs_leave_behind_ends_in_no_capture_for_each_request(monke
 
 
 @torch.no_grad()
+def test_what_a_forward_without_a_graph_assigns_is_no_change():
+    """The detectors of torchvision keep their anchors so, and decide on values."""
+
+    class Decides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cells = [torch.ones(8)]
+
+        def forward(self, x):
+            self.cells = [cell.to(x.dtype) for cell in self.cells]
+            for kind in x[:, 0].gt(0).unique():
+                x = x * (1 if kind else 2)
+            return x
+
+    fast = fxopt.optimize(Decides().eval())
+    for _ in range(8):
+        fast(X)
+    assert len(fast.report) <= 2
+    assert "decides on the value" in fast.report[-1].reason
+
+
+@torch.no_grad()
 def test_constants_that_change_from_call_to_call_do_not_capture_for_ever():
     class Branches(nn.Module):
         def forward(self, x, power):
