@@ -436,6 +436,22 @@ def test_verify_warns_of_what_it_cannot_judge():
         ToZeros()(traced(), verify=True)
 
 
+def test_verify_warns_of_weights_that_transform_writes():
+    class Doubles(ReversibleTransformation):
+        preserves_computation = True
+
+        def transform(self, graph_module):
+            with torch.no_grad():
+                graph_module.get_parameter("layer.weight").mul_(2)
+            return graph_module
+
+        def reverse(self, graph_module):
+            return graph_module
+
+    with pytest.warns(UnverifiedWarning, match="it writes into layer.weight"):
+        Doubles()(traced(), verify=True)
+
+
 def test_verify_holds_a_pass_to_its_tolerance():
     with pytest.warns(fxopt.VerificationWarning, match="layer moves by 1 of its norm; the tolerance is 0.5"):
         assert fxopt.history(ToZeros(0.5)(traced(), verify=True)) == ()

@@ -118,6 +118,15 @@ def test_a_size_of_1_is_tried_where_the_graph_takes_it():
         wrong(graph_module, verify=True)
 
 
+@pytest.mark.parametrize("length", [5, 6, 7])
+def test_a_free_size_is_tried_at_others_than_that_of_the_example(length):
+    wrong = rule(lambda s, x: x.mean(1, keepdim=True), lambda s, x: x.sum(1, keepdim=True) / length)
+    free = {"x": {1: torch.export.Dim.AUTO}}
+    mean = module(lambda m, x: x.mean(1, keepdim=True)).eval()
+    with pytest.raises(PassError, match="is wrong"):
+        wrong(fxopt.trace(mean, (torch.randn(2, length, 4),), dynamic_shapes=free))
+
+
 def test_near_numbers_are_no_ties():
     pattern, replacement = (
         lambda s, x, y: (x - y).relu() * 2.0,

@@ -26,17 +26,18 @@ class Attempt:
     Attributes:
         snapshot: the graph module as it was before.
         fingerprint: its fingerprint.
+        written: the tensors of the graph module that were written in place, by name, each with its values of before.
     """
 
     def __init__(self, pass_: Any, graph_module: GraphModule, method: str = "transform") -> None:
         self._pass, self._method, self._signature = pass_, method, pass_.signature
         self.fingerprint, self.snapshot = fingerprint(graph_module), Snapshot(graph_module)
-        self._written: dict[str, tuple[Tensor, Tensor]] = {}  # by name, with the values of before
+        self.written: dict[str, tuple[Tensor, Tensor]] = {}  # by name, with the values of before
         self.writes = Writes(self.snapshot, self._keep)
 
     def _keep(self, name: str, tensor: Tensor) -> None:
-        if name not in self._written:
-            self._written[name] = tensor, tensor.detach().clone()
+        if name not in self.written:
+            self.written[name] = tensor, tensor.detach().clone()
 
     def __enter__(self) -> Attempt:
         return self
@@ -52,7 +53,7 @@ class Attempt:
         """Bring the graph module back; its nodes are copies of those that it had where they were erased."""
         self.snapshot.put_back()
         with torch.no_grad():
-            for tensor, values in self._written.values():
+            for tensor, values in self.written.values():
                 tensor.copy_(values)
 
     def check(self, result: object) -> None:
@@ -94,7 +95,7 @@ class Attempt:
                 if self._signature not in self.snapshot.meta(node.name).get(MARKS, ())
             ]
         after, data = fingerprint(result), [*edits]
-        if self._written or (after != self.fingerprint and not edits):
+        if self.written or (after != self.fingerprint and not edits):
             data.append(Swapped({}, None, False))  # more than is known
         if data or marked or inner:
             facts = {"sites": len(marked) or 1, "before": self.fingerprint, "after": after, **facts}

@@ -318,13 +318,18 @@ def _ways_of_sizes(values: Mapping[str, Any]) -> Iterator[Callable[[Any], int]]:
     symbols = {
         symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols
     }
+    drawn = [
+        functools.partial(
+            number_with, {symbol: least + place for place, symbol in enumerate(sorted(symbols, key=str))}
+        )
+        for least in ((5, 7, 11, 100) if symbols else ())
+    ]
     # The length behind a convolution may be negative for short inputs.
-    for least in (5, 100) if symbols else ():
-        others = {symbol: least + place for place, symbol in enumerate(sorted(symbols, key=str))}
-        size_of = functools.partial(number_with, others)
-        if all(size_of(size) > 0 for size in sizes):
-            yield size_of
-            return
+    possible = [size_of for size_of in drawn if all(size_of(size) > 0 for size in sizes)]
+    free = [size for size in sizes if isinstance(size, torch.SymInt)]
+    # A replacement with the size of the example in it holds for that size.
+    possible.sort(key=lambda size_of: sum(size_of(size) == number_of(size) for size in free))
+    yield from possible[:1]
 
 
 def _drawn(value: Any, seed: int, numbers: Numbers) -> Any:

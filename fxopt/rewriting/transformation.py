@@ -117,6 +117,11 @@ class Transformation(abc.ABC):
                 result = self.transform(graph_module)
             attempt.check(result)
             edits, reason = attempt.snapshot.edits(result), None
+            if attempt.written and verify is not False:
+                names = ", ".join(attempt.written)
+                verifier.unverified[""] = (
+                    f"it writes into {names}: put a layer with new weights in the old one's place"
+                )
             if result is not graph_module and verify is not False:
                 verifier.unverified[""] = "it gives another graph module"
             elif edits:

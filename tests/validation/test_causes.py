@@ -115,6 +115,14 @@ def test_one_planted_cause_is_one_line_until_it_is_mended(name, run):
     assert not headline.since(night(run, 3), [good, bad, still]).causes
 
 
+def test_each_cause_has_the_commits_between_which_it_came(run):
+    (first, _), (second, _) = PLANTED["memory"], PLANTED["time of capture"]
+    nights = [night(run, 0), night(run, 1, first), night(run, 2, first)]
+    since = headline.since(night(run, 3, lambda record: second(first(record))), nights)
+    assert {cause.since for cause in since.causes} == {"c0ffee00..c0ffee01", "c0ffee02..c0ffee03"}
+    assert "git bisect start c0ffee03 c0ffee02" in headline.to_do(since)
+
+
 def test_slower_graphs_of_optimize_are_one_line_with_the_commits_of_their_first_run(run):
     names = {("MergeLinears",): ("optimize",), ("FuseBiasInLinear",): ("optimize_int8",)}
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import re
 
 import pytest
@@ -76,6 +77,16 @@ def test_merge_joins_parts_and_is_a_night_when_they_are_the_whole(make_records, 
         assert call("merge", *parts, parts[0], "--output", out).exit_code == 0
         assert sorted(store.read_run(out / "latest")["id"]) == sorted(record.case.id for record in records)
         assert len(store.history(out / "history")) == len(records)
+
+
+def test_a_merged_run_is_not_compared_with_itself(make_records, run, call, tmp_path):
+    records = [dataclasses.replace(record, outcome=Outcome.FAIL) for record in make_records(0)]
+    plan = store.plan_of([record.case.id for record in records])
+    for number in range(2):
+        made = dataclasses.replace(run, plan=plan, started=run.started + datetime.timedelta(minutes=number))
+        store.write_table(store.table_of(records[number::2], made), tmp_path / str(number))
+    said = call("merge", tmp_path / "0", tmp_path / "1", "--output", tmp_path / "out").output
+    assert "of failures" in said and "Nothing got worse" not in said
 
 
 def test_accept_changes_one_expectation(make_records, run, call, tmp_path):

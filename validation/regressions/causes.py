@@ -6,13 +6,16 @@ import dataclasses
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pandas as pd
 
 from ..records import AGAIN, FAILING, TIMED, Check, Outcome, counted, one_line
 from ..zoo.plan import ALL, EXACT, OPTIMIZED
 from .compare import VANISHED
+
+Identity = tuple[str, str, str]
+"""A regression by its kind, its case and its metric."""
 
 CAPTURE = {"load": "is not built", "run the model": "does not run", "capture": "is not captured"}
 """The stages before any pass, and what a model that ends there lacks."""
@@ -54,7 +57,10 @@ class Cause:
 
 
 def causes(
-    changes: pd.DataFrame, table: pd.DataFrame, before: pd.DataFrame | None = None, since: str = ""
+    changes: pd.DataFrame,
+    table: pd.DataFrame,
+    before: pd.DataFrame | None = None,
+    since: Mapping[Identity, str] = {},
 ) -> list[Cause]:
     """Group the regressions among the changes to a run: one cause a pass, a stage before any pass, or a kind of cost.
 
@@ -62,7 +68,7 @@ def causes(
         changes: a table of `compare.compare`.
         table: the run.
         before: the run that it was compared with, which has the cases that vanished.
-        since: the commits between which it got worse.
+        since: the commits between which each regression came.
     """
     runs = [run[["id", *_OF_A_CASE]] for run in (before, table) if run is not None]
     rows = pd.concat(runs).drop_duplicates("id", keep="last").set_index("id")
@@ -149,14 +155,15 @@ def _key(change: _Change, guilty: Sequence[str]) -> tuple[str, ...]:
     return "graph", change.kind
 
 
-def _cause(group: Sequence[_Change], since: str) -> Cause:
+def _cause(group: Sequence[_Change], since: Mapping[Identity, str]) -> Cause:
     first, *others = sorted(group, key=lambda change: change.rank)
     models = tuple(sorted({each.model for each in group}))
     command = AGAIN.format(model=first.model, case=first.id) + first.options
     command = command if first.kind != VANISHED else ""
     cases = len({each.id for each in group})
-    since = first.explanation if first.kind == "latency" else since  # it is seen later than it comes
-    return Cause(one_line(" ".join(_text(first, others, models))), models, cases, since, command)
+    came = since.get((first.kind, first.id, first.metric), "")
+    came = first.explanation if first.kind == "latency" else came  # it is seen later than it comes
+    return Cause(one_line(" ".join(_text(first, others, models))), models, cases, came, command)
 
 
 def _text(first: _Change, others: Sequence[_Change], models: tuple[str, ...]) -> Iterator[str]:

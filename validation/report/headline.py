@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from ..records import FAILING, WORST_FIRST, Outcome, counted
 from ..regressions import trend
-from ..regressions.causes import Cause, causes, failures
+from ..regressions.causes import Cause, Identity, causes, failures
 from ..regressions.compare import CHANGE, compare
 from ..regressions.metric import BUSY, MOST_BUSY
 from ..store import ReportError, missing, read_run
@@ -104,23 +105,29 @@ def since(table: pd.DataFrame, runs: list[pd.DataFrame]) -> Since:
     for run in runs[1:]:
         worse = compare(good, run)["regression"].any()
         good, bad = (good, [*bad, run]) if worse else (run, [])
-    return compared(good, table, latency_changes([*runs, table]), first=(*bad, table)[0])
+    return compared(good, table, latency_changes([*runs, table]), bad)
 
 
 def compared(
     good: pd.DataFrame,
     table: pd.DataFrame,
     latencies: pd.DataFrame | None = None,
+    bad: Sequence[pd.DataFrame] = (),
     *,
-    first: pd.DataFrame | None = None,
     part: bool | None = None,
 ) -> Since:
-    """Compare a run with a good one; `first` is the first run after that, whose commit may be the cause."""
-    changes = pd.concat([compare(good, table, part=part), latencies], ignore_index=True).sort_values(
+    """Compare a run with a good one; `bad` are the runs between them, in which something was worse already."""
+    came, before = dict[Identity, str](), good
+    for run in (*bad, table):
+        found = compare(good, run, part=part)
+        worse = found.loc[found["regression"], ["kind", "id", "metric"]]
+        commits = between(before, run)
+        came = {key: came.get(key, commits) for key in worse.itertuples(index=False, name=None)}
+        before = run
+    changes = pd.concat([found, latencies], ignore_index=True).sort_values(
         "regression", ascending=False, kind="stable", ignore_index=True
     )
-    commits = between(good, table if first is None else first)
-    return Since(str(good["run"].iloc[0]), commit_of(good), changes, causes(changes, table, good, commits))
+    return Since(str(good["run"].iloc[0]), commit_of(good), changes, causes(changes, table, good, came))
 
 
 def latency_changes(tables: list[pd.DataFrame]) -> pd.DataFrame:

@@ -36,8 +36,8 @@ def write_table(table: pa.Table, directory: Path, name: str = "records") -> Path
 
 
 def append_history(table: pa.Table, directory: Path) -> Path:
-    """Adds the table of a run to the history, one file a run; returns the file."""
-    return write_table(table, directory, table["run"][0].as_py())
+    """Adds the table of a run to the history, one file a run, which has the name of its last part; returns the file."""
+    return write_table(table, directory, max(table["run"].to_pylist()))
 
 
 def history(directory: Path) -> pd.DataFrame:
