@@ -192,35 +192,31 @@ class Graphs:
         given, mappings = inputs.with_dicts()
         obstacle = self._obstacle(given)
         self._warn(inputs, obstacle)
-        try:
-            after: list[Callable[[Any], object]] = []
-            for graph in self._candidates(given, after) if obstacle is None else ():
-                with contextlib.suppress(GuardError):
-                    holds = graph.left.holds()
-                    if holds is None and graph.can_be_tried:
-                        after.append(graph.tried(given, self.options.precision == "float32"))
-                        break
-                    if not holds:
-                        continue
-                    value = graph.computed(given)
-                    if graph.asked_late and not graph.asked_late.holds():
-                        continue  # these outputs are those of weights that the model had
-                    graph.used = next(self._uses)
-                    return written_back(value, mappings)
-            called = self._last() if obstacle is None else None
-            without = called and not called.graphs and (after or (self._changes and called.state.holds()))
-            start = time.perf_counter() if called else 0.0  # torch.compile cannot trace it
-            value = getattr(self._model, inputs.method)(*inputs.args, **inputs.kwargs)
-            if called:
-                called.waited += time.perf_counter() - start
-                if without and not called.state.holds():  # the forward itself changes the model
-                    called.state = State(self._model)
-            for note in after:  # what the model itself refuses is no failure of a graph
-                note(value)
-            return value
-        finally:
-            for book in self.books:
-                book.state.note_left()
+        after: list[Callable[[Any], object]] = []
+        for graph in self._candidates(given, after) if obstacle is None else ():
+            with contextlib.suppress(GuardError):
+                holds = graph.left.holds()
+                if holds is None and graph.can_be_tried:
+                    after.append(graph.tried(given, self.options.precision == "float32"))
+                    break
+                if not holds:
+                    continue
+                value = graph.computed(given)
+                if graph.asked_late and not graph.asked_late.holds():
+                    continue  # these outputs are those of weights that the model had
+                graph.used = next(self._uses)
+                return written_back(value, mappings)
+        called = self._last() if obstacle is None else None
+        without = called and not called.graphs and (after or (self._changes and called.state.holds()))
+        start = time.perf_counter() if called else 0.0  # torch.compile cannot trace it
+        value = getattr(self._model, inputs.method)(*inputs.args, **inputs.kwargs)
+        if called:
+            called.waited += time.perf_counter() - start
+            if without and not called.state.holds():  # the forward itself changes the model
+                called.state = State(self._model)
+        for note in after:  # what the model itself refuses is no failure of a graph
+            note(value)
+        return value
 
     def make(self, inputs: Inputs) -> Lowered | None:
         """Make a graph for some inputs ahead of a call."""
@@ -364,7 +360,6 @@ class Graphs:
         if book.assigned is None:
             book.assigned = {*report.assigned}
             book.state.forgive(self._model, book.assigned)
-        book.state.note_left()
         others = book.assigned ^ {*report.assigned}
         if others and others <= book.assigned and self._kept < _MOST_KEPT:
             self._kept += 1
