@@ -97,9 +97,15 @@ def compare(
 
 
 def pairs(
-    expected: object, actual: object, path: str = "output", *, dtypes: bool = True, strides: bool = False
+    expected: object,
+    actual: object,
+    path: str = "output",
+    *,
+    dtypes: bool = True,
+    strides: bool = False,
+    floats: bool = True,
 ) -> list[tuple[str, Tensor, Tensor]]:
-    """The tensors of two outputs, side by side, with their paths.
+    """The tensors of two outputs, side by side, with their paths; without `floats`, numbers of type float may differ.
 
     Raises:
         Unlike: the outputs differ in more than the numbers of these tensors.
@@ -116,10 +122,11 @@ def pairs(
         )
     found = list[tuple[str, Tensor, Tensor]]()
     for (place, left), (_, right) in zip(*sides, strict=True):
+        rounded = not floats and isinstance(left, float) and isinstance(right, float)
         if isinstance(left, Tensor) and isinstance(right, Tensor):
             found.append((place, left, right))
             one, other = _forms(left, right, dtypes, strides)
-        elif entries(left) is not None or same(left, right):
+        elif entries(left) is not None or rounded or same(left, right):
             continue
         else:
             one, other = text_of(left), text_of(right)
@@ -131,9 +138,9 @@ def pairs(
 
 
 def unlike(expected: object, actual: object, *, strides: bool = False) -> str:
-    """How two outputs differ in more than the floating numbers of their tensors; empty where they do not."""
+    """How two outputs differ in more than floating numbers, of tensors or their own; empty where they do not."""
     try:
-        both = pairs(expected, actual, strides=strides)
+        both = pairs(expected, actual, strides=strides, floats=False)
     except Unlike as error:
         return str(error)
     counted = (each for each in both if not rounds(each[1]))
@@ -341,9 +348,12 @@ def _finite(values: Tensor) -> Tensor:
 
 
 def _vectors(expected: object, actual: object, integers: bool = False) -> list[tuple[Tensor, Tensor]]:
-    """The tensors of two outputs at the same places; those that round, or all."""
+    """The tensors of two outputs at the same places, those that round or all, and numbers of type float, as of `item()`."""
     both = zip(leaves(expected), leaves(actual), strict=False)
-    sides = ((left, right) for (_, left), (_, right) in both)
+    sides = (
+        [torch.tensor(each, dtype=torch.float64) if isinstance(each, float) else each for _, each in pair]
+        for pair in both
+    )
     return [
         (left, right)
         for left, right in sides

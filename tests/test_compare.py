@@ -128,6 +128,15 @@ def test_the_distance_of_vectors(left: Tensor, right: Tensor, error: float) -> N
     assert norm_error([left], [right]) == pytest.approx(error)
 
 
+def test_numbers_of_type_float_have_a_distance() -> None:
+    before, after = {"loss": 1.0, "count": 2}, {"loss": 1.5, "count": 2}
+    assert not unlike(before, after)
+    assert norm_error(before, after) == 0.5
+    assert unlike(before, {"loss": 1.0, "count": 3})
+    with pytest.raises(Unlike):
+        pairs(before, after)
+
+
 def test_the_distance_counts_integers_where_that_is_asked_for() -> None:
     assert norm_error(torch.tensor([3, 4]), torch.tensor([3, 9]), integers=True) == 1
 

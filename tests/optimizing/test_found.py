@@ -423,6 +423,25 @@ class Parts(nn.Module):
 
 
 @torch.no_grad()
+def test_numbers_in_outputs_are_judged_as_tensors_are():
+    class Numbers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.layer(x)
+            return y.sum().item(), y[0].tolist()
+
+    model = randomise(Numbers().eval())
+    fast = fxopt.optimize(model, tune=False)
+    for x in (X, 2 * X):
+        (total, row), (whole, first) = fast(x), model(x)
+        assert [total, *row] == pytest.approx([whole, *first], rel=1e-4, abs=1e-5)
+    assert not any(reasons(fast))
+
+
+@torch.no_grad()
 def test_methods_are_computed_by_graphs_or_named_in_the_report():
     model = Parts().eval()
     fast = fxopt.optimize(model, tune=False)
