@@ -759,3 +759,44 @@ def test_undo_brings_back_a_parameter_that_became_a_buffer_in_its_place():
     ToBuffer()(graph_module)
     assert [name for name, _ in graph_module.named_buffers()] == ["a"]
     assert_round_trip(before, fxopt.undo(graph_module))
+
+
+class Observer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x):
+        self.largest.copy_(torch.maximum(self.largest, x.abs().max()))
+        return x
+
+
+@dataclasses.dataclass
+class Observe(ReversibleRewrite):
+    """Puts an observer in front of each linear layer."""
+
+    gives_up: bool
+
+    def match(self, graph_module):
+        yield from (
+            n for n in fxopt.GraphIndex(graph_module).calls_like(nn.Linear) if not self.transformed(n)
+        )
+
+    def apply(self, rewriter, node):
+        restore = (lambda now, left: {}) if self.gives_up else None
+        path = rewriter.add_module("", f"{node.name}_observer", Observer(), restore)
+        observed = rewriter.create("call_module", path, (node.args[0],), before=node)
+        rewriter.replace_input(node, node.args[0], observed)
+        return node
+
+
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_a_new_module_whose_buffers_have_changed_is_undone_with_a_restore(gives_up):
+    traced = fxopt.trace(nn.Sequential(nn.Linear(4, 4)).eval(), (torch.randn(2, 4),))
+    observed = Observe(gives_up)(copy.deepcopy(traced))
+    observed(torch.randn(2, 4))
+    if gives_up:
+        assert fxopt.undo(observed).code == traced.code
+    else:
+        with pytest.raises(UndoError, match="the weights of _0_observer have changed"):
+            fxopt.undo(observed)

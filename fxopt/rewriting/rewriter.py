@@ -154,10 +154,13 @@ class Rewriter:
         """Put `module` at `path`, in the place of what is there."""
         self.swap({path: module}, restore=restore)
 
-    def add_module(self, parent: str, name: str, module: nn.Module) -> str:
-        """Add `module` below `parent`, under this name or one like it that is free; returns the path."""
+    def add_module(self, parent: str, name: str, module: nn.Module, restore: Restore | None = None) -> str:
+        """Add `module` below `parent`, under this name or one like it that is free; returns the path.
+
+        Undo refuses where its weights or buffers have changed, as those of an observer do, unless a `restore` returns an empty dict.
+        """
         path = submodules.free_path(self.graph_module, parent, name)
-        self.swap({path: module})
+        self.swap({path: module}, restore=restore)
         return path
 
     def remove_module(self, path: str) -> None:
