@@ -117,6 +117,17 @@ def test_accept_changes_one_expectation(make_records, run, call, tmp_path):
     assert "neither" in unknown.stderr
 
 
+def test_accept_takes_all_cases_of_a_model_out(make_records, run, call, tmp_path):
+    records = make_records(0)
+    store.write_table(store.table_of(records, run), tmp_path / "baseline")
+    left = [record for record in records if record.case.model != "bert-base"]
+    store.write_table(store.table_of(left, run), tmp_path / "latest")
+    places = ["--current", tmp_path / "latest", "--baseline", tmp_path / "baseline"]
+    assert call("accept", "bert-base", "--reason", "retired", *places).exit_code == 0
+    kept = store.read_run(tmp_path / "baseline")
+    assert sorted(kept["id"]) == sorted(record.case.id for record in left)
+
+
 def test_a_failure_is_not_accepted_but_told_where_it_belongs(runs, call):
     case = "bert-base-eager-cpu-parity"
     result = call("accept", case, "--reason", " ", "--current", runs[1], "--baseline", runs[0])

@@ -98,19 +98,19 @@ def merge_command(runs: Annotated[list[Path], PARTS], output: Annotated[Path, RE
 
 @app.command("accept")
 def accept_command(
-    case: Annotated[str, typer.Argument(help="The id of a case.")],
+    name: Annotated[str, typer.Argument(help="The id of a case, or a model: all its cases.")],
     reason: Annotated[str, typer.Option(help="Why its change is right; the baseline keeps it.")],
     current: Annotated[Path, typer.Option(help="The run that has the change.")] = Path("reports/latest"),
     baseline: Annotated[Path, typer.Option(help="The run to compare with.")] = Path("reports/baseline"),
 ) -> None:
-    """Expects of one case, from now on, what it did in CURRENT: that row takes the place of the one in BASELINE.
+    """Expects of a case or a model, from now on, what it did in CURRENT: these rows take the place of those in BASELINE.
 
     A case that CURRENT does not have is expected no more. One that fails is refused: known_failures of the zoo is the
     place for it, with its check, pipeline and reason.
     """
     with one_line_errors():
-        store.accept(case, reason, current, baseline)
-    typer.echo(f"{store.file_of(baseline)}: {case} is accepted: {reason}")
+        store.accept(name, reason, current, baseline)
+    typer.echo(f"{store.file_of(baseline)}: {name} is accepted: {reason}")
 
 
 @app.command("baseline")

@@ -170,7 +170,7 @@ def to_do(since: Since) -> str:
     """The next steps, in a sentence each; empty where there are none."""
     if not since.causes or not since.run:
         return ""
-    accept = "A change that is right: `fxopt accept CASE --reason ...`."
+    accept = "A change that is right: `fxopt accept CASE_OR_MODEL --reason ...`."
     numbers: dict[str, list[str]] = {}
     for number, cause in enumerate(since.causes, 1):
         if ".." in cause.since and "-dirty" not in cause.since and "unknown" not in cause.since:

@@ -58,30 +58,37 @@ def history(directory: Path) -> pd.DataFrame:
     return joined.sort_values(["started", "run", "id"], ignore_index=True)
 
 
-def accept(case: str, reason: str, current: Path, baseline: Path) -> None:
-    """Puts the row of one case into a baseline, with the reason, or takes it out where `current` lacks it.
+def accept(name: str, reason: str, current: Path, baseline: Path) -> None:
+    """Puts the row of a case, or the rows of a model, into a baseline, with the reason, or takes out those that `current` lacks.
 
     Raises `ReportError` without a reason, and for a case that neither has, that fails, or that a partial run may just
     not have run.
     """
     if not reason.strip():
-        raise ReportError(f"{case}: --reason is empty: say why its change is right")
+        raise ReportError(f"{name}: --reason is empty: say why its change is right")
     if not file_of(baseline).is_file():
         raise ReportError(f"{file_of(baseline)}: no such file; `fxopt baseline RUN` makes a run the baseline")
     new, old = read_table(current), read_table(baseline)
-    rest, row = old.filter(pc.not_equal(old["id"], case)), new.filter(pc.equal(new["id"], case))
-    if row.num_rows:
-        found = row.to_pylist()[0]
+    chosen, known = (
+        pc.or_(pc.equal(table["id"], name), pc.equal(table["model"], name)) for table in (new, old)
+    )
+    rows, rest = new.filter(chosen), old.filter(pc.invert(known))
+    for found in rows.to_pylist():
         if found["outcome"] in FAILING:
-            known = json.dumps({"check": found["check"], "pipeline": found["pipeline"], "reason": reason})
-            raise ReportError(f"{case} fails; its model may say so in the zoo: known_failures: [{known}]")
-        row = row.set_column(row.column_names.index("accepted"), "accepted", pa.array([reason]))
-    elif rest.num_rows == old.num_rows:
-        raise ReportError(f"{case}: neither {current} nor {baseline} has this case")
-    elif missing(new.to_pandas()):
-        raise ReportError(f"{case}: {current} is a part of a run, and may just not have run it")
+            entry = json.dumps({"check": found["check"], "pipeline": found["pipeline"], "reason": reason})
+            raise ReportError(
+                f"{found['id']} fails; its model may say so in the zoo: known_failures: [{entry}]"
+            )
+    gone = {*old.filter(known)["id"].to_pylist()} - {*rows["id"].to_pylist()}
+    if not rows.num_rows and not gone:
+        raise ReportError(f"{name}: neither {current} nor {baseline} has this case or model")
+    if gone and missing(new.to_pandas()):
+        raise ReportError(f"{name}: {current} is a part of a run, and may just not have run it")
+    rows = rows.set_column(
+        rows.column_names.index("accepted"), "accepted", pa.array([reason] * rows.num_rows)
+    )
     joined = pa.concat_tables(
-        [part.replace_schema_metadata() for part in (rest, row)], promote_options="default"
+        [part.replace_schema_metadata() for part in (rest, rows)], promote_options="default"
     )
     replace(file_of(baseline), parquet(stamped(joined.sort_by("id"))))
 
