@@ -207,12 +207,13 @@ class Graphs:
                 graph.used = next(self._uses)
                 return written_back(value, mappings)
         called = self._last() if obstacle is None else None
-        without = called and not called.graphs and (after or (self._changes and called.state.holds()))
+        # A forward that sets something up at its first call gets a graph at its second one.
+        settled = self._changes and called and not called.graphs and (after or called.state.holds())
         start = time.perf_counter() if called else 0.0  # torch.compile cannot trace it
         value = getattr(self._model, inputs.method)(*inputs.args, **inputs.kwargs)
         if called:
             called.waited += time.perf_counter() - start
-            if without and not called.state.holds():  # the forward itself changes the model
+            if settled and not called.state.holds():  # the forward itself changes the model
                 called.state = State(self._model)
         for note in after:  # what the model itself refuses is no failure of a graph
             note(value)

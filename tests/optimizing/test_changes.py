@@ -554,6 +554,24 @@ def test_what_a_forward_without_a_graph_assigns_is_no_change():
 
 
 @torch.no_grad()
+def test_a_forward_that_sets_something_up_at_its_first_call_gets_a_graph_at_its_second_one():
+    class SetsUp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.is_ready = nn.Linear(8, 8), False
+
+        def forward(self, x):
+            if not self.is_ready:
+                self.layer.weight.mul_(0.5)
+                self.is_ready = True
+            return self.layer(x)
+
+    fast = fxopt.optimize(SetsUp().eval(), tune=False)
+    assert len({tuple(fast(torch.ones(2, 8)).flatten().tolist()) for _ in range(3)}) <= 2
+    assert fast.report[0].reason is None
+
+
+@torch.no_grad()
 def test_constants_that_change_from_call_to_call_do_not_capture_for_ever():
     class Branches(nn.Module):
         def forward(self, x, power):
