@@ -618,12 +618,20 @@ def test_a_graph_that_may_refuse_after_a_write_is_not_used():
         ),
         ({"a": torch.tensor([1, 2])}, {"a": torch.tensor([1, 3])}, "output.a: other numbers"),
         ([1.0, None], [1.0, 2], "output[1]: expected None, got 2"),
-        ([1.0, None], [2.0, None], "output[0]: expected 1.0, got 2.0"),
+        ([1, None], [2, None], "output[0]: expected 1, got 2"),
+        ([1.0, None], [2.0, None], ""),
         ({"a": torch.ones(2)}, {"a": torch.zeros(2)}, ""),
     ],
 )
 def test_outputs_must_be_alike_before_errors_are_compared(own, found, where):
     assert unlike(own, found) == where
+
+
+def test_a_graph_with_another_number_is_not_used():
+    exact = own = {"a": torch.tensor([3.0, 4.0]), "n": 2.0}
+    prepare._judge(exact, own, {**own, "n": 2.0 * (1 + 1e-7)}, "float32", {}, lambda: own)
+    with pytest.raises(Unused, match="less exact"):
+        prepare._judge(exact, own, {**own, "n": 2.1}, "float32", {}, lambda: own)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
