@@ -123,6 +123,7 @@ class _Book:
         numbers: the values of each input that is a number.
         assigned: the attributes that each graph assigns; None before the first.
         refused: the reports of graphs that are not used.
+        changes: whether the last forward of the model itself changed the model.
     """
 
     state: State
@@ -134,6 +135,14 @@ class _Book:
     numbers: dict[Any, set[Any]] = dataclasses.field(default_factory=dict)
     assigned: set[tuple[str, str]] | None = None
     refused: list[GraphReport] = dataclasses.field(default_factory=list)
+    changes: bool = False
+
+    def note_run(self, model: nn.Module) -> None:
+        """Take the state that a forward without a graph left for that of the model; one that no longer changes it may get a graph."""
+        if not self.state.holds():
+            self.state, self.changes = State(model, self.state.places), True
+        elif self.changes:
+            self.without_graph, self.changes = set(), False
 
     def taking(self, inputs: Inputs) -> list[_Graph]:
         """The graphs for calls of this kind."""
@@ -192,32 +201,36 @@ class Graphs:
         given, mappings = inputs.with_dicts()
         obstacle = self._obstacle(given)
         self._warn(inputs, obstacle)
-        after: list[Callable[[Any], object]] = []
-        for graph in self._candidates(given, after) if obstacle is None else ():
-            with contextlib.suppress(GuardError):
-                holds = graph.left.holds()
-                if holds is None and graph.can_be_tried:
-                    after.append(graph.tried(given, self.options.precision == "float32"))
-                    break
-                if not holds:
-                    continue
-                value = graph.computed(given)
-                if graph.asked_late and not graph.asked_late.holds():
-                    continue  # these outputs are those of weights that the model had
-                graph.used = next(self._uses)
-                return written_back(value, mappings)
-        called = self._last() if obstacle is None else None
-        # A forward that sets something up at its first call gets a graph at its second one.
-        settled = self._changes and called and not called.graphs and (after or called.state.holds())
-        start = time.perf_counter() if called else 0.0  # torch.compile cannot trace it
-        value = getattr(self._model, inputs.method)(*inputs.args, **inputs.kwargs)
-        if called:
-            called.waited += time.perf_counter() - start
-            if settled and not called.state.holds():  # the forward itself changes the model
-                called.state = State(self._model)
-        for note in after:  # what the model itself refuses is no failure of a graph
-            note(value)
-        return value
+        try:
+            after: list[Callable[[Any], object]] = []
+            for graph in self._candidates(given, after) if obstacle is None else ():
+                with contextlib.suppress(GuardError):
+                    holds = graph.left.holds()
+                    if holds is None and graph.can_be_tried:
+                        after.append(graph.tried(given, self.options.precision == "float32"))
+                        break
+                    if not holds:
+                        continue
+                    value = graph.computed(given)
+                    if graph.asked_late and not graph.asked_late.holds():
+                        continue  # these outputs are those of weights that the model had
+                    graph.used = next(self._uses)
+                    return written_back(value, mappings)
+            called = self._last() if obstacle is None else None
+            # A forward that sets something up at its first call gets a graph at its second one.
+            settled = self._changes and called and not called.graphs and (after or called.state.holds())
+            start = time.perf_counter() if called else 0.0  # torch.compile cannot trace it
+            value = getattr(self._model, inputs.method)(*inputs.args, **inputs.kwargs)
+            if called:
+                called.waited += time.perf_counter() - start
+                if settled:
+                    called.note_run(self._model)
+            for note in after:  # what the model itself refuses is no failure of a graph
+                note(value)
+            return value
+        finally:
+            for book in self.books:
+                book.state.note_left()
 
     def make(self, inputs: Inputs) -> Lowered | None:
         """Make a graph for some inputs ahead of a call."""
@@ -361,6 +374,7 @@ class Graphs:
         if book.assigned is None:
             book.assigned = {*report.assigned}
             book.state.forgive(self._model, book.assigned)
+        book.state.note_left()
         others = book.assigned ^ {*report.assigned}
         if others and others <= book.assigned and self._kept < _MOST_KEPT:
             self._kept += 1

@@ -64,20 +64,28 @@ class State:
         self.forgive(model, places)
 
     def forgive(self, model: nn.Module, places: Collection[tuple[str, str]]) -> None:
-        """Count no value of some attributes, and no write into some buffers, as a change: the forward makes it.
+        """Count no tensor in some attributes, and no write into some buffers, as a change: the forward makes it.
 
-        For which values of these attributes a graph holds, `LeftByCalls` knows.
+        Numbers, flags and texts in these attributes count as a change unless a call has left them (`note_left`).
         """
         self.places, modules = places, dict(model.named_modules())
-        self._assigned: set[tuple[int, str]] = set()
+        self._assigned: dict[Any, tuple[Any, set[tuple[Any, ...]]]] = {}
         left_out: dict[int, Any] = {}
         for path, name in places:
             if path in modules:
-                self._assigned.add((id(vars(modules[path])), name))
+                attributes = vars(modules[path])
+                self._assigned[id(attributes), name] = attributes, set()
                 _collect(getattr(modules[path], name, None), left_out)
         # Of all: graphs for other states of the model may make other changes.
         self._tensors = [tensor for tensor in self._held if id(tensor) not in left_out]
         self._written = sum(self._writes[id(tensor)] for tensor in self._tensors)
+
+    def note_left(self) -> None:
+        """Note the numbers, flags and texts that a call has left in the attributes that the forward assigns."""
+        for (_, name), (attributes, left) in self._assigned.items():
+            value = attributes.get(name)
+            if isinstance(value, _PLAIN):
+                left.add(_written(value))
 
     def is_gone(self) -> bool:
         """Tell whether a weight was written, or has other memory: this state does not come back."""
@@ -107,10 +115,14 @@ class State:
             return False  # a forward may iterate over a dict; over the attributes of a module hardly
         for key in then.keys() | current.keys():
             old, new = then.get(key, _PLAIN), current.get(key, _PLAIN)
-            if old is new or (id(now), key) in self._assigned:
+            if old is new:
                 continue
-            same = isinstance(new, _PLAIN) and _written(old) == _written(new)
-            if not same and (isinstance(new, _PLAIN) or key not in DERIVED_FROM_GRAPH):
+            _, left = self._assigned.get((id(now), key), (None, None))
+            if isinstance(new, _PLAIN):
+                same = _written(old) == _written(new) or _written(new) in (left or ())
+            else:
+                same = left is not None or key in DERIVED_FROM_GRAPH
+            if not same:
                 return False
         return True
 

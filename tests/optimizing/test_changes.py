@@ -554,6 +554,47 @@ def test_what_a_forward_without_a_graph_assigns_is_no_change():
 
 
 @torch.no_grad()
+def test_a_number_that_the_forward_assigns_is_the_users_between_calls():
+    class Limits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.limit = nn.Linear(8, 8), 10.0
+
+        def forward(self, x):
+            y = self.layer(x).clamp(max=self.limit)
+            self.limit = 10.0
+            return y
+
+    model = randomise(Limits().eval())
+    fast, x = fxopt.optimize(model, tune=False), 50 * torch.ones(2, 8)
+    for limit in (10.0, 10.0, 0.5):
+        for value in (torch.zeros(2, 8), x, x):
+            fast.limit = limit
+            found = fast(value)
+            fast.limit = limit
+            torch.testing.assert_close(found, model(value))
+
+
+@torch.no_grad()
+def test_a_forward_that_stops_changing_the_model_gets_a_graph():
+    class Calibrates(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.calls, self.scale = nn.Linear(8, 8), 0, 1.0
+
+        def forward(self, x):
+            if self.calls < 4:
+                self.calls += 1
+                self.scale = float(x.abs().max())
+            return self.layer(x) * self.scale
+
+    fast = fxopt.optimize(Calibrates().eval(), tune=False)
+    for _ in range(8):
+        fast(torch.ones(2, 8))
+    assert fast.report[0].reason is None
+
+
+@torch.no_grad()
 def test_a_forward_that_sets_something_up_at_its_first_call_gets_a_graph_at_its_second_one():
     class SetsUp(nn.Module):
         def __init__(self):
