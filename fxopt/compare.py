@@ -137,10 +137,10 @@ def pairs(
     return found
 
 
-def unlike(expected: object, actual: object, *, strides: bool = False) -> str:
-    """How two outputs differ in more than floating numbers, of tensors or their own; empty where they do not."""
+def unlike(expected: object, actual: object, *, strides: bool = False, floats: bool = False) -> str:
+    """How two outputs differ in more than the floating numbers of tensors, and in numbers of type float where `floats` says so."""
     try:
-        both = pairs(expected, actual, strides=strides, floats=False)
+        both = pairs(expected, actual, strides=strides, floats=floats)
     except Unlike as error:
         return str(error)
     counted = (each for each in both if not rounds(each[1]))

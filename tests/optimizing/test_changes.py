@@ -673,6 +673,8 @@ def test_a_graph_with_another_number_is_not_used():
     prepare._judge(exact, own, {**own, "n": 2.0 * (1 + 1e-7)}, "float32", {}, lambda: own)
     with pytest.raises(Unused, match="less exact"):
         prepare._judge(exact, own, {**own, "n": 2.1}, "float32", {}, lambda: own)
+    with pytest.raises(Unused, match="output.n: expected 2.0, got 200.0"):
+        prepare._judge(exact, own, {**own, "n": 200.0}, "bfloat16", {}, lambda: own)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -83,10 +83,10 @@ class Since:
 
 def earlier(table: pd.DataFrame, history: Path) -> list[pd.DataFrame]:
     """The runs of the history before that of a table, oldest first, and of its kind: a sweep, or none."""
-    newest, swept = str(table["run"].max()), is_sweep(table)
+    own, swept = {*table["run"]}, is_sweep(table)
     found: list[pd.DataFrame] = []
     for file in sorted(history.glob("[!.]*.parquet"), reverse=True):
-        if file.stem < newest and len(found) < MOST_RUNS:
+        if file.stem < max(own) and file.stem not in own and len(found) < MOST_RUNS:
             with contextlib.suppress(ReportError):  # `fxopt history` tells of files that cannot be read
                 run = read_run(file)
                 found += [run] if is_sweep(run) == swept else []
