@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -119,7 +120,7 @@ def entries(value: object) -> list[tuple[str, object]] | None:
         return [(f"[{index}]", item) for index, item in enumerate(value)]
     if isinstance(value, type | nn.Module) or (callable(value) and not any(True for _ in tensors_in(value))):
         return None
-    if hasattr(value, "__dict__") or is_open(value):  # a cache object, or a dataclass
+    if hasattr(value, "__dict__") or is_open(value) or dataclasses.is_dataclass(value):  # such as a cache
         named = vars(value) if hasattr(value, "__dict__") else attributes(value)
         return [(f".{key}", item) for key, item in named.items()]
     return None

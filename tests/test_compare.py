@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 from typing import Any
@@ -126,6 +127,16 @@ def test_what_overflows_in_further_values_does_not_count() -> None:
 )
 def test_the_distance_of_vectors(left: Tensor, right: Tensor, error: float) -> None:
     assert norm_error([left], [right]) == pytest.approx(error)
+
+
+def test_a_frozen_dataclass_with_slots_is_compared_by_its_tensors() -> None:
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Output:
+        values: Tensor
+
+    before, after = Output(torch.zeros(2000)), Output(torch.zeros(2000))
+    after.values[1000] = 5
+    assert compare(before, after).max_abs == 5
 
 
 def test_numbers_of_type_float_have_a_distance() -> None:
