@@ -32,7 +32,7 @@ class Attempt:
     def __init__(self, pass_: Any, graph_module: GraphModule, method: str = "transform") -> None:
         self._pass, self._method, self._signature = pass_, method, pass_.signature
         self.fingerprint, self.snapshot = fingerprint(graph_module), Snapshot(graph_module)
-        self.written: dict[str, tuple[Tensor, Tensor]] = {}  # by name, with the values of before
+        self.written: dict[str, tuple[Tensor, Tensor]] = {}
         self.writes = Writes(self.snapshot, self._keep)
 
     def _keep(self, name: str, tensor: Tensor) -> None:

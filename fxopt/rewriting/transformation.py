@@ -117,12 +117,12 @@ class Transformation(abc.ABC):
                 result = self.transform(graph_module)
             attempt.check(result)
             edits, reason = attempt.snapshot.edits(result), None
-            if attempt.written and verify is not False:
+            if attempt.written and verifier.verifies:
                 names = ", ".join(attempt.written)
                 verifier.unverified[""] = (
                     f"it writes into {names}: put a layer with new weights in the old one's place"
                 )
-            if result is not graph_module and verify is not False:
+            if result is not graph_module and verifier.verifies:
                 verifier.unverified[""] = "it gives another graph module"
             elif edits:
                 made = {node.name: node for node in result.graph.nodes}

@@ -85,9 +85,13 @@ def test_a_merged_run_is_not_compared_with_itself(make_records, run, call, tmp_p
     for number in range(2):
         made = dataclasses.replace(run, plan=plan, started=run.started + datetime.timedelta(minutes=number))
         store.write_table(store.table_of(records[number::2], made), tmp_path / str(number))
-    said = call("merge", tmp_path / "0", tmp_path / "1", "--output", tmp_path / "out").output
-    assert "of failures" in said
-    assert "Nothing got worse" not in said
+    again = dataclasses.replace(run, plan=plan, started=run.started + datetime.timedelta(minutes=2))
+    store.write_table(store.table_of(records[:1], again), tmp_path / "2")
+    for parts in ((0, 1), (0, 1, 2)):  # the second time, the first one is in the history
+        places = (tmp_path / str(number) for number in parts)
+        said = call("merge", *places, "--output", tmp_path / "out").output
+        assert "of failures" in said
+        assert "Nothing got worse" not in said
 
 
 def test_accept_changes_one_expectation(make_records, run, call, tmp_path):

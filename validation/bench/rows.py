@@ -67,7 +67,8 @@ def of_case(
 ) -> list[Row]:
     """The rows of a case, from a process of its own; one row with the reason where that ends or takes too long."""
     try:
-        return alone(limit, _measured, case, names, rounds, seconds, device)
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
+            return alone(limit, _measured, case, names, rounds, seconds, device, caches)
     except Exception as error:  # it cannot be built, its process ended, or its time is up
         return [Row(*case, EAGER, reason(error))]
 
@@ -87,11 +88,11 @@ def alone(limit: float, function: Callable[..., T], *given: Any) -> T:
 
 
 def _measured(
-    case: Case, names: Collection[str], rounds: int, seconds: float, device: str = "cpu"
+    case: Case, names: Collection[str], rounds: int, seconds: float, device: str, caches: str
 ) -> list[Row]:
-    with quiet(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
-        # What a run before this one compiled, or timed on a busy machine, is not measured.
-        os.environ |= {"FXOPT_CACHE": caches, "TORCHINDUCTOR_CACHE_DIR": caches}
+    # What a run before this one compiled, or timed on a busy machine, is not measured.
+    os.environ |= {"FXOPT_CACHE": caches, "TORCHINDUCTOR_CACHE_DIR": caches}
+    with quiet():
         there = engines(case[1], device)
         chosen = {name: made for name, made in there.items() if name in names or not names}
         return compare(case, workload(case[0], device=device), chosen, rounds=rounds, seconds=seconds)
