@@ -80,16 +80,19 @@ def test_an_engine_that_gives_something_else_is_left_out():
 
 
 @pytest.fixture
-def small(monkeypatch):
+def small(monkeypatch, tmp_path_factory):
     """Two small models in the place of the zoo, measured in this process."""
     entries = {name: models.Entry({"kind": "text", "unseen": name == "llama"}) for name in ("bert", "llama")}
     monkeypatch.setattr(models, "zoo", lambda: entries)
     monkeypatch.setattr(rows, "workload", lambda name, device: SMALL["bert"]())
+    caches = str(tmp_path_factory.mktemp("caches"))
+    for name in ("FXOPT_CACHE", "TORCHINDUCTOR_CACHE_DIR"):  # which `_measured` sets: put back after the test
+        monkeypatch.setenv(name, caches)
     ran = []
 
     def measured(case, names, rounds, seconds, limit, device):
         ran.append(case)
-        return rows._measured(case, names, rounds, seconds, device)
+        return rows._measured(case, names, rounds, seconds, device, caches)
 
     monkeypatch.setattr(rows, "of_case", measured)
     return ran
