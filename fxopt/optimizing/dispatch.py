@@ -43,6 +43,7 @@ _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_NUMBERS = 4  # how many values of one number may have a graph
 _RESTLESS = 4  # after so many changes of the model, a graph is made when calls without one have taken as long as making one
 _MOST_KEPT = 2  # how often graphs begin anew since a forward assigns no more what it assigned before
+_DEVICES = ("cpu", "cuda")  # for which there are graphs
 _LAUNCHING = ("cuda",)  # devices that compute while Python goes on
 
 _CHANGED = "the model was changed while its graph was made"
@@ -257,7 +258,13 @@ class Graphs:
         known = book.taking(inputs) if book else []
         yield from known
         plain, without = inputs.plain_signature(), book.without_graph if book else set()
-        if plain in without or not all(isinstance(each, nn.Parameter) for each in self._model.parameters()):
+        if plain in without:
+            return
+        if (device := self._device()) not in _DEVICES:
+            if device != "meta":  # where only shapes are computed
+                self._warn(inputs, f"there are graphs for the CPU and CUDA, and the model is on {device}")
+            return
+        if not all(isinstance(each, nn.Parameter) for each in self._model.parameters()):
             return  # others are put in for the time being, as by `torch.func.functional_call`
         try:
             named = inputs.named(getattr(self._model, inputs.method))
@@ -407,14 +414,12 @@ class Graphs:
         tensors = itertools.chain(self._model.parameters(), inputs.tensors())
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
-        device = next((each.device.type for each in self._model.parameters()), "cpu")
-        if device == "meta":  # only shapes are computed
-            return ""
-        if device not in ("cpu", "cuda"):
-            return f"there are graphs for the CPU and CUDA, and the model is on {device}"
-        if torch.is_autocast_enabled(device):
+        if any(map(torch.is_autocast_enabled, _DEVICES)) and torch.is_autocast_enabled(self._device()):
             return "autocast is on; choose the precision when you optimize"
         return None
+
+    def _device(self) -> str:
+        return next((each.device.type for each in self._model.parameters()), "cpu")
 
     def _last(self) -> _Book | None:
         return max(self.books, key=lambda book: book.used, default=None)

@@ -40,7 +40,7 @@ def test_a_folded_weight_is_held_packed_alone_and_saved_bit_for_bit():
     whole = graph.lowered.with_weights()
     assert torch.equal(whole.get_submodule("0").weight, wanted.get_submodule("0").weight)
     assert torch.allclose(whole(x), fast(x), rtol=1e-4, atol=1e-4)
-    assert fast.report[0].memory <= 2.05
+    assert fast.report[0].memory <= 2.1
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -52,7 +52,7 @@ def test_nothing_of_the_model_is_held(precision):
     del model
     gc.collect()
     assert [weight() for weight in weights] == [None, None]
-    assert alone.report[0].memory <= 1.05
+    assert alone.report[0].memory <= 1.1
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if precision == "float32" else {"rtol": 0.1, "atol": 1.0}
     torch.testing.assert_close(alone(x), wanted, **tolerance)
     with pytest.raises(fxopt.GuardError, match="dimension 0 is 3"):

@@ -5,8 +5,10 @@ import math
 import re
 import shutil
 import sys
+import time
 
 import pandas as pd
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -126,6 +128,18 @@ def test_a_run_that_was_cut_goes_on(tmp_path, small):
 def test_a_model_that_cannot_be_built_is_a_row():
     (row,) = rows.of_case(("nothing", "float32", 1), (), 1, 0.0, 60.0)
     assert row.reason.startswith("KeyError")
+
+
+@pytest.mark.long
+def test_a_benchmark_that_is_killed_computes_no_further():
+    script = "import time; from validation.bench.rows import alone; alone(100.0, time.sleep, 100)"
+    benchmark = psutil.Popen([sys.executable, "-c", script])
+    while not any("spawn_main" in str(child.cmdline()) for child in benchmark.children()):
+        time.sleep(0.1)
+    children = benchmark.children()
+    benchmark.kill()
+    assert not psutil.wait_procs(children, timeout=60)[1]
+    benchmark.wait()
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -79,12 +80,24 @@ def alone(limit: float, function: Callable[..., T], *given: Any) -> T:
     Raises what the function raises, `TimeoutError`, and `BrokenProcessPool` if the process ends itself.
     """
     context: Any = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context) as pool:
+    with ProcessPoolExecutor(1, context, _end_with_parent) as pool:
         try:
             return pool.submit(function, *given).result(limit)
         finally:
             for process in [*pool._processes.values()]:
                 process.kill()
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that began it has ended: a benchmark that was killed computes no further."""
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _measured(
