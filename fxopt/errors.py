@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
+import traceback
 import warnings
 from typing import ClassVar
 
@@ -40,6 +42,17 @@ class UndoError(PassError):
 def error_text(error: BaseException) -> str:
     """The class of an error, and its message."""
     return f"{type(error).__name__}: {error}"
+
+
+def of_signal_handler(error: BaseException | None) -> BaseException | None:
+    """The one among an error and its causes that a handler of a signal raised, such as that of a time limit; None if there is none."""
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {getattr(handler, "__code__", None) for handler in handlers} - {None}
+    while error is not None:
+        if any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__)):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def warn(text: str, category: type[Warning]) -> None:

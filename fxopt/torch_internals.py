@@ -179,6 +179,8 @@ PARAMETERS, BUFFERS, MODULES, NON_PERSISTENT = REGISTRIES = (
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 DERIVED_FROM_GRAPH = ("_graph", "_code", "_lineno_map", "_prologue_start", "_compiled_call_impl")
 """Attributes that a `GraphModule` derives from its graph, and what `Module.compile` makes."""
+WRAPPED_CALL = "_wrapped_call"
+"""Where the class of a `GraphModule` keeps what it calls."""
 COMPILED = DERIVED_FROM_GRAPH[-1]
 """The attribute in which a module keeps what `Module.compile` makes, and which is called in place of the forward."""
 parameters_of, buffers_of, modules_of, non_persistent_of = (

@@ -1,9 +1,11 @@
 """Rewritten graphs and optimized modules go on to torch.compile, torch.export and ONNX."""
 
 import copy
+import operator
 
 import pytest
 import torch
+from torch import nn
 
 import fxopt
 from fxopt.testing import randomise
@@ -45,6 +47,24 @@ def test_rewritten_graphs_are_compiled_whole(rewritten):
     traced, inputs, wanted = rewritten
     fast = torch.compile(traced, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(fast(**inputs)[0], wanted, **TOLERANCE)
+
+
+@torch.no_grad()
+def test_any_number_of_graphs_and_of_their_changes_is_compiled():
+    x = torch.randn(2, 4)
+    for size in range(10):  # torch.compile takes eight versions of one function
+        model = nn.Sequential(nn.Linear(4, 4 + size), nn.Dropout(), nn.ReLU()).eval()
+        traced = fxopt.trace(model, (x,))
+        fast = torch.compile(traced, backend="eager", fullgraph=True)
+        torch.testing.assert_close(fast(x), model(x))
+    for number in range(10):
+        before = torch.compile(traced, backend="eager", fullgraph=True)(x)
+        last = traced.graph.output_node().args[0]
+        with traced.graph.inserting_after(last):
+            traced.graph.output_node().args = (traced.graph.call_function(operator.add, (last, number)),)
+        traced.recompile()
+        after = torch.compile(traced, backend="eager", fullgraph=True)(x)
+        torch.testing.assert_close(after, before + number)
 
 
 @pytest.mark.sweep(3)

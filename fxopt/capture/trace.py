@@ -14,7 +14,7 @@ from fxopt.capture.patches.interception import lock
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.explore import capture_graph
 from fxopt.capture.runtime.traced_module import TracedModule
-from fxopt.errors import TraceError
+from fxopt.errors import TraceError, of_signal_handler
 from fxopt.objects import why_no_inputs
 from fxopt.submodules import original
 from fxopt.torch_internals import buffers_of, modules_of, parameters_of
@@ -126,6 +126,8 @@ def trace_method(
                 "cannot describe: leave out the part that leads back."
             ) from error
         except Exception as error:
+            if of_signal := of_signal_handler(error):
+                raise of_signal from None
             raise TraceError(
                 f"fxopt itself fails on {type(model).__name__}, with {type(error).__name__}: {str(error).rstrip('.')}. Please "
                 "report it. Until then, capture the parts around it, or make the module that does this a leaf "

@@ -46,6 +46,7 @@ _MOST_KEPT = 2  # how often graphs begin anew since a forward assigns no more wh
 _DEVICES = ("cpu", "cuda")  # for which there are graphs
 _LAUNCHING = ("cuda",)  # devices that compute while Python goes on
 
+_OWN_KERNELS = "an input is a tensor of another class or layout, such as a nested or sparse one, which graphs do not take"
 _CHANGED = "the model was changed while its graph was made"
 _RESTLESS_MODEL = "the model changes often: it gets a graph when its calls since a change have taken as long as making a graph"
 _ALL = weakref.WeakSet["Graphs"]()
@@ -251,6 +252,7 @@ class Graphs:
             after: takes what is called with the outputs of the model where it runs.
         """
         if any(map(has_own_kernels, inputs.tensors())):
+            self._warn(inputs, _OWN_KERNELS)
             return
         last = self._last()
         yield from (graph for graph in last.taking(inputs) if graph.asked_late) if last else ()

@@ -20,7 +20,7 @@ from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.compare import cosine_similarity, norm_error, norm_errors, unlike
 from fxopt.constants import Constant
 from fxopt.engines import AUTO, TORCH, Unfit, engines_for, reason_of, with_engine
-from fxopt.errors import FxoptError, GuardError
+from fxopt.errors import FxoptError, GuardError, of_signal_handler
 from fxopt.float64 import run_in_float64
 from fxopt.kernels import PackedLayer
 from fxopt.obstacles.foldable import Fold
@@ -122,6 +122,8 @@ def prepare(
     except Failed as error:
         raise error.__cause__ or error from None
     except Exception as error:  # the model can still run, and whoever reads the report can tell us
+        if of_signal := of_signal_handler(error):  # as of a time limit, which is the caller's
+            raise of_signal from None
         facts["reason"], first = str(error), str(error).partition("\n")[0]
         if isinstance(error, GuardError):
             facts["reason"] = f"its graph refuses these inputs: {_without_options(first)}"
@@ -346,7 +348,10 @@ def _judge(
     theirs, mine = norm_error(exact, own), norm_error(exact, found)
     facts["error"] = mine / max(theirs, torch.finfo(torch.float32).eps)
     if SOMETHING_ELSE < theirs < float("inf"):
-        raise Unused("its graph in float64 computes something else than the model")
+        raise Unused(
+            "its graph in float64 computes something else than the model, whose outputs may jump with rounding, as where it takes "
+            "the largest of nearly equal numbers"
+        )
     if least is None:
         if not _is_rounding(mine, min(theirs, MOST_ROUNDING)):
             runs = [norm_errors(exact, value) for value in (own, *(moved() for _ in range(ROUNDINGS)))]

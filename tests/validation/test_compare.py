@@ -88,11 +88,19 @@ def test_a_vanished_model_is_a_regression_and_a_new_one_is_none(make_records, ch
     gone = [record for record in records if record.case.model == "groupvit"]
     left = [record for record in records if record not in gone]
     table = changes(records, left)
-    assert kinds(table) == [("vanished", True)] * len(gone)
-    assert set(table["id"]) == {record.case.id for record in gone}
+    counted = [record for record in gone if record.outcome != Outcome.NO_OP]
+    assert kinds(table) == [("vanished", True)] * len(counted) + [("vanished", False)]
+    assert set(table["id"]) == {record.case.id for record in counted} | {"groupvit"}
     table = changes(left, records)
     assert kinds(table) == [("added", False)]
     assert table.loc[0, ["id", "after"]].tolist() == ["groupvit", f"{len(gone)} cases"]
+
+
+def test_a_vanished_no_op_is_no_regression(changes):
+    both = [Record(CASE, Outcome.PASS), Record(OTHER, Outcome.NO_OP)]
+    table = changes(both, both[:1])
+    assert kinds(table) == [("vanished", False)]
+    assert table.loc[0, ["id", "before"]].tolist() == [OTHER.model, "1 no-op case"]
 
 
 @pytest.mark.parametrize("outcome", sorted(FAILING))

@@ -136,10 +136,11 @@ class _Change:
 
     @property
     def rank(self) -> tuple[int, float, bool, str]:
-        """The worst kind first, then the fewest passes, timed cases last: the first of a group shows its cause best."""
+        """The worst kind first, then the fewest passes, timed and counted cases last: the first of a group shows its cause best."""
         passes = math.inf if self.pipeline in PASSES else len(self.pipeline.split("+")) * bool(self.pipeline)
         severity = _SEVERITY.index(self.kind) if self.kind in _SEVERITY else len(_SEVERITY)
-        return severity, passes, self.check in TIMED, self.id
+        # A wrong output says more than the number of sites that came with it.
+        return severity, passes, self.check in (*TIMED, Check.EFFECT), self.id
 
 
 def _key(change: _Change, guilty: Sequence[str]) -> tuple[str, ...]:
@@ -159,7 +160,8 @@ def _cause(group: Sequence[_Change], since: Mapping[Identity, str]) -> Cause:
     first, *others = sorted(group, key=lambda change: change.rank)
     models = tuple(sorted({each.model for each in group}))
     command = AGAIN.format(model=first.model, case=first.id) + first.options
-    command = command if first.kind != VANISHED else ""
+    if first.kind == VANISHED:  # perhaps the whole model plans it no more
+        command = command.partition(" -k ")[0]
     cases = len({each.id for each in group})
     came = since.get((first.kind, first.id, first.metric), "")
     came = first.explanation if first.kind == "latency" else came  # it is seen later than it comes

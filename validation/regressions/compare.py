@@ -27,7 +27,7 @@ def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool | None 
     """The changes from one run (a table of `store.read_run`) to a later one, regressions first.
 
     A regression is: a case that passed and does not now, or that fails and did not before, be it for being new; a
-    case that has vanished, unless the later run was of a `part` (by default, one of which planned cases did not run); one that fails in an
+    case that has vanished and was no no-op, unless the later run was of a `part` (by default, one of which planned cases did not run); one that fails in an
     earlier stage, or a capture that asks for more; a metric that got worse by more
     than its noise (`validation.regressions.metric`), each judged by itself, or that a case with the same outcome has no more. The opposite
     changes are rows too, with `regression` False. What depends on the machine is compared on the same one alone, so are
@@ -62,8 +62,22 @@ def _population(before: pd.DataFrame, after: pd.DataFrame) -> Iterator[Change]:
     failing = new["outcome"].isin(FAILING)
     for case, outcome, reason in new.loc[failing, ["outcome", "reason"]].itertuples(name=None):
         yield True, "new failure", case, "", "none", outcome, reason
-    for case, outcome in before.loc[before.index.difference(after.index), "outcome"].items():
+    gone = before.loc[before.index.difference(after.index)]
+    idle = (
+        gone["outcome"] == Outcome.NO_OP
+    )  # as of passes without a site, which are no cases where sites are recorded
+    for case, outcome in gone.loc[~idle, "outcome"].items():
         yield True, VANISHED, case, "", outcome, "none", "only the earlier run has it"
+    for model, count in gone.loc[idle, "model"].value_counts().items():
+        yield (
+            False,
+            VANISHED,
+            model,
+            "",
+            counted(count, Outcome.NO_OP + " case"),
+            "none",
+            "no pass changed anything in them",
+        )
     for model, count in new.loc[~failing, "model"].value_counts().items():
         yield False, "added", model, "", "none", counted(count, "case"), "only the later run has them"
 

@@ -44,7 +44,7 @@ from fxopt.capture.runs.outside_state import ReachableState, refused_outside
 from fxopt.capture.runs.run_result import RunResult
 from fxopt.capture.runtime.checks import check_value
 from fxopt.capture.runtime.traced_module import BY_FIRST_CALL
-from fxopt.errors import GuardError, TraceError, error_text
+from fxopt.errors import GuardError, TraceError, error_text, of_signal_handler
 
 # A stack with more functions of the model than this is one that does not end.
 _MOST_NESTED = 100
@@ -87,6 +87,8 @@ class ForwardRun:
             self._run(recorder.shell.model, args, kwargs)
         except Exception as error:
             surroundings.restore()
+            if of_signal := of_signal_handler(error):  # it is not the model's
+                raise of_signal from None
             reason = _classified(error, recorder)
             if reason is error:
                 raise

@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 import operator
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.stored_nodes import copyable, picklable, rebuilt_graph
 from fxopt.errors import GuardError
-from fxopt.torch_internals import DERIVED_FROM_GRAPH, REGISTRIES
+from fxopt.torch_internals import DERIVED_FROM_GRAPH, REGISTRIES, WRAPPED_CALL
 
 # What is made anew when a module is rebuilt.
 _DERIVED = {*DERIVED_FROM_GRAPH, "_containers"}
@@ -174,8 +175,15 @@ class TracedModule(torch.fx.GraphModule):
 
     def recompile(self) -> Any:
         """Write the code of the graph; a tracer that calls it with proxies gets its nodes, modes and checks among them."""
+        cls: Any = self.__class__
+        # torch.compile takes eight versions of one function, and then runs it as it is: each graph gets a function of its own.
+        call = TracedModule.__call__
+        own = types.FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
+        cls.__call__ = functools.update_wrapper(own, call)
+        if WRAPPED_CALL in vars(cls):  # which calls the function of the graph as it was
+            delattr(cls, WRAPPED_CALL)
         code = super().recompile()
-        forward = self.__class__.forward
+        forward = cls.forward
 
         @functools.wraps(forward)
         def retraced(self: TracedModule, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +194,7 @@ class TracedModule(torch.fx.GraphModule):
                     )
             return forward(self, *args, **kwargs)
 
-        self.__class__.forward = retraced
+        cls.forward = retraced
         return code
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
