@@ -28,7 +28,9 @@ class Interrupted(nn.Module):
         if self.branches and x.sum() > 0:
             x = x + self.layer(x)
         if isinstance(x, FakeTensor):
-            signal.raise_signal(signal.SIGUSR1)
+            signal.getsignal(signal.SIGUSR1)(
+                signal.SIGUSR1, None
+            )  # at once, as Python does it some lines later
         return self.layer(x)
 
 
