@@ -11,6 +11,7 @@ import logging
 import operator
 import os
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,7 +25,7 @@ from fxopt import effects, graph, objects
 from fxopt.capture import TracedModule
 from fxopt.capture.runtime import modes
 from fxopt.compare import norm_error, unlike
-from fxopt.errors import FallbackWarning, warn
+from fxopt.errors import FallbackWarning, raise_of_signal, warn
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import Fact, facts_of
 from fxopt.rewriting.random_inputs import number_with
@@ -67,6 +68,7 @@ class Engine(nn.Module):
         """Compute the body."""
         if _owner(self._moves) != self._owner:
             return self.body(*inputs)
+        known = sys.exception()
         try:
             if self._run is None:
                 self._run = self._make(self.body, inputs)
@@ -74,6 +76,7 @@ class Engine(nn.Module):
         except Exception as error:
             if not self.in_use:
                 raise
+            raise_of_signal(error, known)
             value = self.body(*inputs)  # it raises, too, where the inputs are at fault
             if not isinstance(error, Unfit):  # it would fail again
                 self._run = self.body

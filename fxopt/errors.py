@@ -6,8 +6,9 @@ import re
 import signal
 import sys
 import traceback
+import types
 import warnings
-from typing import ClassVar
+from typing import Any, ClassVar
 
 _OURS = re.compile(r"(fxopt|torch)\b")
 
@@ -44,15 +45,29 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def of_signal_handler(error: BaseException | None) -> BaseException | None:
-    """The one among an error and its causes that a handler of a signal raised, such as that of a time limit; None if there is none."""
-    handlers = map(signal.getsignal, signal.valid_signals())
-    codes = {getattr(handler, "__code__", None) for handler in handlers} - {None}
-    while error is not None:
+def raise_of_signal(error: BaseException | None, known: BaseException | None) -> None:
+    """Raise the one among an error and its causes that a handler of a signal has raised, such as that of a time limit, if any did.
+
+    The handler must be a Python function, a partial of one or an object with a `__call__`, and still be in place.
+
+    Args:
+        error: what was caught.
+        known: the `sys.exception()` of before: what was raised then is no news.
+    """
+    codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    seen = {id(known)}
+    while error is not None and id(error) not in seen:
         if any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__)):
-            return error
+            raise error from error.__cause__
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
-    return None
+
+
+def _code_of(handler: Any) -> types.CodeType | None:
+    function = getattr(handler, "func", handler)
+    if not callable(function):  # such as SIG_DFL
+        return None
+    return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
 
 
 def warn(text: str, category: type[Warning]) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from transformers import LlamaConfig, LlamaModel
 
 import fxopt
 from fxopt import (
@@ -761,3 +762,16 @@ def test_what_was_put_back_is_verified_with_the_next_site(seed):
         LowRank()(traced, verify=True)
     assert fxopt.history(traced)
     assert_round_trip(before, fxopt.undo(traced))
+
+
+def test_constants_made_of_rounded_values_are_kept_in_a_float64_graph():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    model = LlamaModel(LlamaConfig(vocab_size=90, **sizes)).eval().double()  # its angles are in float32
+    inputs = {"input_ids": torch.randint(1, 90, (2, 9)), "use_cache": False}
+    traced = fxopt.trace(model, (), inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", VerificationWarning)
+        folded = fxopt.FoldConstants()(copy.deepcopy(traced), verify=True)
+    assert "FoldConstants" in str(history(folded))
+    with torch.no_grad():
+        assert torch.equal(folded(**inputs)[0], traced(**inputs)[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from fxopt.capture.patches.interception import lock
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.explore import capture_graph
 from fxopt.capture.runtime.traced_module import TracedModule
-from fxopt.errors import TraceError, of_signal_handler
+from fxopt.errors import TraceError, raise_of_signal
 from fxopt.objects import why_no_inputs
 from fxopt.submodules import original
 from fxopt.torch_internals import buffers_of, modules_of, parameters_of
@@ -113,6 +114,7 @@ def trace_method(
         raise TraceError(
             f"{type(model).__name__} has {taken} where a torch.fx.GraphModule has something of its own; rename it."
         )
+    known = sys.exception()
     inputs = _bind_inputs(model, method or "forward", args, kwargs or {})
     dimensions = _normalise_dynamic_shapes(dynamic_shapes, inputs)
     with lock:
@@ -126,8 +128,7 @@ def trace_method(
                 "cannot describe: leave out the part that leads back."
             ) from error
         except Exception as error:
-            if of_signal := of_signal_handler(error):
-                raise of_signal from None
+            raise_of_signal(error, known)
             raise TraceError(
                 f"fxopt itself fails on {type(model).__name__}, with {type(error).__name__}: {str(error).rstrip('.')}. Please "
                 "report it. Until then, capture the parts around it, or make the module that does this a leaf "

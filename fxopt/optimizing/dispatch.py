@@ -416,7 +416,8 @@ class Graphs:
         tensors = itertools.chain(self._model.parameters(), inputs.tensors())
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return "gradients are recorded; call it under torch.no_grad() or torch.inference_mode()"
-        if any(map(torch.is_autocast_enabled, _DEVICES)) and torch.is_autocast_enabled(self._device()):
+        autocast = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+        if autocast and self._device() in autocast:
             return "autocast is on; choose the precision when you optimize"
         return None
 

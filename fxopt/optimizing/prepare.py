@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.compare import cosine_similarity, norm_error, norm_errors, unlike
 from fxopt.constants import Constant
 from fxopt.engines import AUTO, TORCH, Unfit, engines_for, reason_of, with_engine
-from fxopt.errors import FxoptError, GuardError, of_signal_handler
+from fxopt.errors import FxoptError, GuardError, raise_of_signal
 from fxopt.float64 import run_in_float64
 from fxopt.kernels import PackedLayer
 from fxopt.obstacles.foldable import Fold
@@ -112,7 +113,7 @@ def prepare(
     Raises:
         Exception: what the model raises for these inputs.
     """
-    start, made = time.perf_counter(), None
+    start, made, known = time.perf_counter(), None, sys.exception()
     facts: dict[str, Any] = {}
     try:
         _check(model)
@@ -122,8 +123,7 @@ def prepare(
     except Failed as error:
         raise error.__cause__ or error from None
     except Exception as error:  # the model can still run, and whoever reads the report can tell us
-        if of_signal := of_signal_handler(error):  # as of a time limit, which is the caller's
-            raise of_signal from None
+        raise_of_signal(error, known)
         facts["reason"], first = str(error), str(error).partition("\n")[0]
         if isinstance(error, GuardError):
             facts["reason"] = f"its graph refuses these inputs: {_without_options(first)}"
@@ -265,7 +265,7 @@ def _by_engine(
     """The graph as the engine that was asked for computes it, or the fastest one; as torch does where none can."""
     found, judged, refused = {TORCH: made}, {TORCH: dict[str, Any]()}, dict[str, str]()
     explanations = facts["explanations"][: len(passes_for_all_engines(options))]
-    there = engines_for(portable.device.type)
+    there, known = engines_for(portable.device.type), sys.exception()
     for name in there if options.engine == AUTO else [options.engine]:
         try:
             reason = there.get(name, f"it does not compute on {portable.device.type}")
@@ -279,6 +279,7 @@ def _by_engine(
             judge(computed, judged[name])
             found[name], engine.in_use = computed, True
         except Exception as error:  # whatever an engine makes of a graph
+            raise_of_signal(error, known)
             refused[name] = reason_of(error)
     best = options.engine if options.engine in found else TORCH
     if options.engine == AUTO:

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from fxopt import effects, graph, operators
 from fxopt.operators import Fact
+from fxopt.outputs import tensors
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Swap
 from fxopt.rewriting.snapshot import Snapshot
 from fxopt.submodules import is_inside, weights_of
@@ -120,8 +121,11 @@ class Piece:
 
     @property
     def rounds(self) -> bool:
-        """Tell whether weights that were rounded took the place of others, or a node names a dtype."""
-        dtypes = [w.dtype for value in self.put.values() for w in weights_of(value) if w.is_floating_point()]
+        """Tell whether weights that were rounded, or made of rounded values, took the place of others, or a node names a dtype."""
+        weights = [w for value in self.put.values() for w in weights_of(value)]
+        if weights:
+            weights += tensors([graph.value_of(self._nodes[name]) for name in (*self.before, *self.inputs)])
+        dtypes = [w.dtype for w in weights if w.is_floating_point()]
         states = (*self.before.values(), *self.after.values())
         dtypes += [v for state in states for v in graph.leaf_arguments(state) if isinstance(v, torch.dtype)]
         return any(dtype != torch.float64 for dtype in dtypes)

@@ -110,6 +110,8 @@ def test_a_model_on_another_device_falls_back_to_eager(device, warns, monkeypatc
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert torch.equal(fast(x), model(x))
+        with torch.autocast("cpu"):
+            assert fast(x).shape == x.shape
     assert [str(each.message) for each in caught] == [
         f"Linear.forward falls back to eager: there are graphs for the CPU and CUDA, and the model is on {device}"
     ] * warns

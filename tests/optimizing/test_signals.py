@@ -1,5 +1,6 @@
 """A handler of a signal may raise while a graph is made, as at the end of a time limit: the caller gets that."""
 
+import functools
 import signal
 import warnings
 
@@ -9,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import fxopt
+from fxopt import engines
 
 X = torch.ones(2, 4)
 
@@ -55,6 +57,55 @@ def test_what_a_handler_of_a_signal_raises_reaches_the_caller(branches):
         limits.append(LateError())
         with pytest.raises(LateError):
             fxopt.trace(Interrupted(branches).eval(), (X,))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+class Handler:
+    def __call__(self, number, frame):
+        raise LateError from ValueError("limit")
+
+
+def late(text, number, frame):
+    raise LateError from ValueError(text)
+
+
+@pytest.mark.parametrize("handler", [Handler(), Handler().__call__, functools.partial(late, "limit")])
+def test_handlers_of_every_kind_are_known(handler):
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(LateError) as caught:
+            fxopt.trace(Interrupted(False).eval(), (X,))
+        assert repr(caught.value.__cause__) == "ValueError('limit')"
+        try:
+            handler(signal.SIGUSR1, None)
+        except LateError:  # a second try is no time limit
+            fxopt.trace(nn.Sequential(nn.Linear(4, 4), Raises()).eval(), (X,), verify=False)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+class Raises(nn.Module):
+    """Raises inside, catches it, and the errors of its branches are causes of each other."""
+
+    def forward(self, x):
+        first, second = ValueError("first"), ValueError("second")
+        first.__cause__, second.__cause__ = second, first
+        if x.sum() > 100:
+            raise first
+        return x
+
+
+@torch.no_grad()
+def test_an_engine_that_is_interrupted_while_it_is_made(monkeypatch):
+    def interrupted(body, inputs):
+        signal.getsignal(signal.SIGUSR1)(signal.SIGUSR1, None)
+
+    monkeypatch.setitem(engines.ENGINES, "inductor", (interrupted, True))
+    before = signal.signal(signal.SIGUSR1, Handler())
+    try:
+        with pytest.raises(LateError):
+            fxopt.optimize(nn.Linear(4, 4).eval(), (X,), engine="inductor", tune=False)
     finally:
         signal.signal(signal.SIGUSR1, before)
 

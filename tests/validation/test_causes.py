@@ -200,7 +200,7 @@ def test_a_busy_machine_is_told(run):
 def test_what_vanished_is_one_line(run):
     good = night(run, 0)
     part = good[good["model"] != "bert"]
-    since = headline.compared(good, part.assign(plan=""))
+    since = headline.compared(good.assign(options=" --zoo zoo.yaml"), part.assign(plan=""))
     (cause,) = since.causes
     assert cause.text == "bert: 10 cases vanished"
-    assert cause.command == "fxopt validate --model bert"
+    assert cause.command == "fxopt validate --model bert --zoo zoo.yaml"

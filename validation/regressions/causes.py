@@ -161,7 +161,7 @@ def _cause(group: Sequence[_Change], since: Mapping[Identity, str]) -> Cause:
     models = tuple(sorted({each.model for each in group}))
     command = AGAIN.format(model=first.model, case=first.id) + first.options
     if first.kind == VANISHED:  # perhaps the whole model plans it no more
-        command = command.partition(" -k ")[0]
+        command = command.partition(" -k ")[0] + first.options
     cases = len({each.id for each in group})
     came = since.get((first.kind, first.id, first.metric), "")
     came = first.explanation if first.kind == "latency" else came  # it is seen later than it comes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import decimal
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -44,7 +45,7 @@ from fxopt.capture.runs.outside_state import ReachableState, refused_outside
 from fxopt.capture.runs.run_result import RunResult
 from fxopt.capture.runtime.checks import check_value
 from fxopt.capture.runtime.traced_module import BY_FIRST_CALL
-from fxopt.errors import GuardError, TraceError, error_text, of_signal_handler
+from fxopt.errors import GuardError, TraceError, error_text, raise_of_signal
 
 # A stack with more functions of the model than this is one that does not end.
 _MOST_NESTED = 100
@@ -75,7 +76,7 @@ class ForwardRun:
 
     def record(self) -> RunResult:
         """Run the forward on fake tensors; the graph is complete but for the guard."""
-        request, shape_env = self.request, self.shape_env
+        request, shape_env, known = self.request, self.shape_env, sys.exception()
         request.running.runs += 1
         recorder = self.recorder = self._recorder()
         surroundings = ReachableState(request.model, request.layers, request.knows_keys)
@@ -87,8 +88,7 @@ class ForwardRun:
             self._run(recorder.shell.model, args, kwargs)
         except Exception as error:
             surroundings.restore()
-            if of_signal := of_signal_handler(error):  # it is not the model's
-                raise of_signal from None
+            raise_of_signal(error, known)
             reason = _classified(error, recorder)
             if reason is error:
                 raise

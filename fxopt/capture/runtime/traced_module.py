@@ -178,10 +178,11 @@ class TracedModule(torch.fx.GraphModule):
         cls: Any = self.__class__
         # torch.compile takes eight versions of one function, and then runs it as it is: each graph gets a function of its own.
         call = TracedModule.__call__
-        own = types.FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
-        cls.__call__ = functools.update_wrapper(own, call)
-        if WRAPPED_CALL in vars(cls):  # which calls the function of the graph as it was
-            delattr(cls, WRAPPED_CALL)
+        if self._plain_class().__call__ is call:
+            own = types.FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
+            cls.__call__ = functools.update_wrapper(own, call)
+            if WRAPPED_CALL in vars(cls):  # which calls the function of the graph as it was
+                delattr(cls, WRAPPED_CALL)
         code = super().recompile()
         forward = cls.forward
 
