@@ -91,13 +91,8 @@ def alone(limit: float, function: Callable[..., T], *given: Any) -> T:
 def _end_with_parent() -> None:
     """End this process when the one that began it has ended: a benchmark that was killed computes no further."""
 
-    def wait() -> None:
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
+    parent: Any = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _measured(

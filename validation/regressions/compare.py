@@ -63,21 +63,12 @@ def _population(before: pd.DataFrame, after: pd.DataFrame) -> Iterator[Change]:
     for case, outcome, reason in new.loc[failing, ["outcome", "reason"]].itertuples(name=None):
         yield True, "new failure", case, "", "none", outcome, reason
     gone = before.loc[before.index.difference(after.index)]
-    idle = (
-        gone["outcome"] == Outcome.NO_OP
-    )  # as of passes without a site, which are no cases where sites are recorded
+    idle = gone["outcome"] == Outcome.NO_OP  # of passes without a site, which recorded sites leave out
     for case, outcome in gone.loc[~idle, "outcome"].items():
         yield True, VANISHED, case, "", outcome, "none", "only the earlier run has it"
     for model, count in gone.loc[idle, "model"].value_counts().items():
-        yield (
-            False,
-            VANISHED,
-            model,
-            "",
-            counted(count, Outcome.NO_OP + " case"),
-            "none",
-            "no pass changed anything in them",
-        )
+        cases = counted(count, Outcome.NO_OP + " case")
+        yield False, VANISHED, model, "", cases, "none", "no pass changed anything in them"
     for model, count in new.loc[~failing, "model"].value_counts().items():
         yield False, "added", model, "", "none", counted(count, "case"), "only the later run has them"
 
