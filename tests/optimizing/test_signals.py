@@ -86,7 +86,7 @@ def test_handlers_of_every_kind_are_known(handler):
 
 
 class Raises(nn.Module):
-    """Raises inside, catches it, and the errors of its branches are causes of each other."""
+    """One side of its branch raises an error whose cause has that error as its own cause."""
 
     def forward(self, x):
         first, second = ValueError("first"), ValueError("second")

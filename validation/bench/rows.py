@@ -90,7 +90,6 @@ def alone(limit: float, function: Callable[..., T], *given: Any) -> T:
 
 def _end_with_parent() -> None:
     """End this process when the one that began it has ended: a benchmark that was killed computes no further."""
-
     parent: Any = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
