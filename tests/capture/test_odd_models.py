@@ -90,12 +90,32 @@ def causal(self, q):
     )
 
 
+def compiled_when_called(function):
+    @functools.wraps(function)
+    def compile_hook(x):
+        compiled = torch.compile(dynamic=True)(function)
+        globals()[function.__name__] = functools.wraps(function)(compiled)
+        return compiled(x)
+
+    return compile_hook
+
+
+@compiled_when_called
+def softened(x):
+    return x.relu() + 1
+
+
 compiled = torch.compile(lambda x: x.relu() + 1, backend="eager")
 
 CAPTURED = {
     "a compiled function": (Does(lambda self, x: compiled(x)), (X,)),
     "a compiled submodule": (Does(lambda self, x: self.part(x), part=torch.compile(Scaled())), (X,)),
     "torch.compile in the forward": (Does(lambda self, x: torch.compile(torch.relu)(x)), (X,)),
+    # As `roi_align` of torchvision.
+    "torch.compile at the first call": (
+        Does(lambda self, x: softened(x + vars(self).setdefault("n", 0))),
+        (X,),
+    ),
     "cond": (
         Does(lambda self, x: torch.cond(x.sum() > 0, lambda y: self.linear(y), torch.cos, (x,))),
         (X.abs(),),

@@ -289,6 +289,42 @@ def test_a_loop_that_never_ends_with_one_answer_is_refused(sign):
         fxopt.trace(module(forward), (X,))
 
 
+def test_a_loop_until_a_value_says_otherwise_is_refused_at_once():
+    runs = []
+
+    def forward(self, x):
+        runs.append(0)
+        kept, left = [], (x > 0).nonzero()
+        while left.numel():
+            kept.append(left[0])
+            left = left[1:]
+        return kept
+
+    with pytest.raises(fxopt.TraceError, match="decides on the value.*while left.numel"):
+        fxopt.trace(module(forward), (X,))
+    assert len(runs) <= 3  # an exploration took a hundred
+
+
+def test_a_loop_that_ends_by_itself_has_both_sides_of_each_question():
+    def forward(self, x):
+        for_now = 0
+        while for_now < 2 and x.sum() > 0:
+            x, for_now = x - 1, for_now + 1
+        return x
+
+    def broken_off(self, x):
+        count = 0
+        while x.sum() > 0:
+            x, count = x - 1, count + 1
+            if count == 2:
+                break
+        return x
+
+    for each in (forward, broken_off):
+        model = module(each)
+        assert_as_model(fxopt.trace(model, (X,)), model, [(X,), (X + 0.3,), (X + 9,), (X - 9,)])
+
+
 def test_a_tensor_is_listed_anew_when_it_was_written():
     def forward(self, x, lengths):
         first = torch.split(x, lengths.tolist())

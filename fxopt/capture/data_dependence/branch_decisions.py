@@ -18,13 +18,14 @@ from fxopt.capture.data_dependence.branches import (
     DataDependentBranch,
     DataDependentLoop,
     DataDependentText,
+    DataDependentWhile,
     NumberBranch,
     Outcomes,
 )
 from fxopt.capture.data_dependence.example_run import ConstantRun, ExampleRun
 from fxopt.capture.data_dependence.operator_checks import OperatorChecks
 from fxopt.capture.data_dependence.python_state import FrameSnapshot, python_state
-from fxopt.capture.data_dependence.source_statements import asserted_error, is_diagnostic
+from fxopt.capture.data_dependence.source_statements import asserted_error, is_diagnostic, is_endless
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
 from fxopt.capture.fakes.shape_env import LEARNED
 from fxopt.capture.nodes.call_targets import canonical
@@ -270,7 +271,8 @@ class BranchDecisions:
     def _opened(
         self, node: torch.fx.Node, kind: type, of: type[DataDependentBranch] = DataDependentBranch
     ) -> DataDependentBranch:
-        question = self._question(node, kind, of)
+        repeats = kind is bool and is_endless(model_frame(sys._getframe(1)))
+        question = self._question(node, kind, DataDependentWhile if repeats else of)
         self.open = self.open or question
         return question
 

@@ -20,9 +20,22 @@ class DataDependentBranch(TraceError):
         message = f"{self} That it makes no difference could not be shown: {reason}."
         return type(self)(message, self.kind, self.where, self.line)
 
+    @property
+    def has_two_sides(self) -> bool:
+        """Tell whether a run with each outcome says what it leads to."""
+        return self.kind is bool
+
 
 class DataDependentLoop(DataDependentBranch):
     """The forward loops over the places where a mask is true: is there one?"""
+
+
+class DataDependentWhile(DataDependentBranch):
+    """The forward repeats the body of a `while` until a value says otherwise: after each outcome comes the same question."""
+
+    @property
+    def has_two_sides(self) -> bool:
+        return False
 
 
 class NumberBranch(DataDependentBranch):

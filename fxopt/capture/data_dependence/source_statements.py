@@ -64,6 +64,15 @@ def asserted_error(frame: FrameType | None) -> str:
     return f"AssertionError: {message.value!s}" if isinstance(message, ast.Constant) else "AssertionError"
 
 
+def is_endless(frame: FrameType | None) -> bool:
+    """Tell whether a `while` asks in its frame which nothing ends but that answer."""
+    around = _around(frame)
+    loop = next((node for node in reversed(around) if isinstance(node, ast.stmt)), None)
+    if not isinstance(loop, ast.While) or isinstance(loop.test, ast.BoolOp):
+        return False
+    return not any(isinstance(node, (ast.Break, ast.Return)) for node in ast.walk(loop))
+
+
 def _may_catch(node: ast.AST) -> bool:
     """Tell whether a statement may catch what is raised in it: `with` does, but for contexts of torch."""
     if isinstance(node, (ast.With, ast.AsyncWith)):

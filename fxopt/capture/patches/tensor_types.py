@@ -131,7 +131,9 @@ def _codes(known: dict[str, Any]) -> Iterator[types.CodeType]:
     """The code of the functions and methods that see these globals, also below decorators."""
     for value in list(known.values()):
         for held in list(vars(value).values()) if isinstance(value, type) else [value]:
-            while isinstance(held, (property, *_DECORATED)):
+            below: list[Any] = []  # torch.export makes functions that wrap themselves
+            while isinstance(held, (property, *_DECORATED)) and held not in below:
+                below.append(held)
                 if isinstance(held, types.FunctionType) and held.__globals__ is known:
                     yield held.__code__
                 held = held.fget if isinstance(held, property) else getattr(held, "__wrapped__", None)

@@ -94,7 +94,12 @@ def _compilation(patch: Patches) -> None:
 
     @patch(torch, "compile")
     def leave_as_it_is(original: Any, model: Any = None, **options: Any) -> Any:
-        return model if model is not None else lambda function: function
+        if model is None:
+            return functools.partial(torch.compile, **options)
+        if isinstance(model, torch.nn.Module):
+            return model
+        # As with torch, another function: with `functools.wraps`, it gets the first one as an attribute.
+        return functools.update_wrapper(functools.partial(model), model)
 
     @patch(torch.compiler, "is_dynamo_compiling")
     def is_dynamo_compiling(original: Any) -> bool:

@@ -90,7 +90,7 @@ def _open_path(capture: Callable[[Outcomes], RunResult], like: Outcomes | None) 
                 if pending is None:
                     raise
                 raise pending from None
-        if branch.kind is not bool or branch.line in script.at_lines or len(script.settled) == most_settled:
+        if not branch.has_two_sides or branch.line in script.at_lines or len(script.settled) == most_settled:
             raise branch
         no, yes = _sides(capture, script, branch)
         if (yes.error is None) != (no.error is None):
@@ -246,7 +246,7 @@ class _BothSides:
                 self._left = min(self._left, _MOST_NODES // len(made.graph.nodes))
                 return made
             except DataDependentBranch as branch:
-                if branch.kind is not bool or isinstance(branch, DataDependentLoop):
+                if not branch.has_two_sides or isinstance(branch, DataDependentLoop):
                     raise
             no = self._side(script, Outcome(False))
             yes = self._side(script, Outcome(True, no if isinstance(no, str) else ""))
