@@ -8,6 +8,8 @@ from torch.export import Dim
 from transformers import (
     Aimv2TextConfig,
     Aimv2TextModel,
+    LlamaConfig,
+    LlamaModel,
     MoonshineConfig,
     MoonshineModel,
     masking_utils,
@@ -291,3 +293,80 @@ def test_attention_that_is_causal_only_where_it_has_no_mask_keeps_the_mask() -> 
         with torch.no_grad():
             expected, actual = model(**given), traced(**given)
         torch.testing.assert_close(actual.last_hidden_state, expected.last_hidden_state)
+
+
+def test_positions_that_count_up_pack_no_sequences() -> None:
+    """As in PaliGemma, whose attention declares not to be causal: without padding, the eager model leaves the mask out."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaModel(config).double().eval()
+    ids = torch.arange(14).reshape(2, 7)
+    for is_causal in (True, False):
+        for layer in model.layers:
+            layer.self_attn.is_causal = is_causal
+        sizes = {"input_ids": {0: Dim.AUTO, 1: Dim.AUTO}, "use_cache": None}
+        traced = fxopt.trace(model, (), {"input_ids": ids, "use_cache": False}, dynamic_shapes=sizes)
+        assert not any(node.target == "cumsum" for node in traced.graph.nodes)
+        for given in (ids, ids[:, :3]):
+            assert_equivalent(traced, model, (), {"input_ids": given, "use_cache": False})
+
+
+class Packs(torch.nn.Module):
+    """A decoder that gets the positions of two sequences, which it makes itself."""
+
+    def __init__(self, model: torch.nn.Module, positions: Callable[[int], torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self.positions = model, positions
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        positions = self.positions(input_ids.shape[1])
+        return self.model(input_ids, position_ids=positions.unsqueeze(0), use_cache=False).last_hidden_state
+
+
+def begun_anew(length: int) -> torch.Tensor:
+    positions = torch.arange(length)
+    positions[3:] = positions[3:] - 3
+    return positions
+
+
+def begun_anew_then_added(length: int) -> torch.Tensor:
+    positions = torch.arange(length)
+    positions[3:] -= 3
+    return positions + 1
+
+
+def with_gaps(length: int) -> torch.Tensor:
+    return torch.arange(length) + torch.arange(length) // 3
+
+
+def doubled(length: int) -> torch.Tensor:
+    positions = torch.arange(length)
+    return positions + positions
+
+
+@pytest.mark.parametrize("positions", [begun_anew, begun_anew_then_added, with_gaps, doubled])
+def test_positions_that_a_forward_makes_may_pack_sequences(positions: Callable[[int], torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = Packs(LlamaModel(config), positions).double().eval()
+    ids = torch.arange(14).reshape(2, 7)
+    traced = fxopt.trace(model, (ids,), verify=False)
+    assert any(node.target == "cumsum" for node in traced.graph.nodes)
+    assert_equivalent(traced, model, (ids,))
+
+
+def test_positions_that_are_given_may_pack_sequences() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaModel(config).double().eval()
+    ids, positions = torch.arange(14).reshape(2, 7), torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(2, 7)
+    example = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    traced = fxopt.trace(model, (), example)
+    for given in (positions, torch.arange(7).expand(2, 7)):
+        assert_equivalent(traced, model, (), {**example, "position_ids": given})

@@ -21,7 +21,7 @@ import torch
 from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.source_location import describe_origin
 from fxopt.capture.patches.replaced import Patches
-from fxopt.graph import first_argument, reached
+from fxopt.graph import first_argument, function_name, reached, value_of
 from fxopt.torch_internals import version_of
 
 # The one of transformers' implementations that leaves out causal masks, and the one whose functions are the models' own;
@@ -32,6 +32,8 @@ _KEEPS = {
     *("getitem", "expand", "unsqueeze", "squeeze", "view", "reshape", "repeat", "repeat_interleave"),
     *("to", "bool", "type", "type_as", "float", "contiguous", "clone", "detach", "narrow", "select"),
 }
+# Of numbers that count up, these make others that do.
+_KEEPS_ORDER = {"arange", "add", "unsqueeze", "expand"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +80,11 @@ def patch_masks(
     def get_interface(original: Any, self: Any, name: str, default: Any) -> Any:
         found = original(self, name, default)
         return watch.attending(found, declares=False) if name == _EAGER else found
+
+    @patch(masking, "find_packed_sequence_indices")
+    def find_packed(original: Any, position_ids: torch.Tensor) -> Any:
+        """Find one sequence where positions count up: while torch is traced, transformers would not look."""
+        return None if _counts_up(writer.argument(position_ids)) else original(position_ids)
 
     @patch(masking, "_ignore_bidirectional_mask_sdpa")
     def ignore(original: Any, padding_mask: Any, kv_length: Any, local_attention_size: Any = None) -> bool:
@@ -181,6 +188,19 @@ def _is_part(mask: torch.fx.Node, made: Collection[torch.fx.Node]) -> bool:
             return False
         mask = source
     return True
+
+
+def _counts_up(positions: torch.fx.Node) -> bool:
+    """Tell whether numbers are those of an `arange`, plus one number for all, and were never written."""
+    while function_name(positions) in _KEEPS_ORDER and not _writes(value_of(positions)):
+        given = [*positions.args, *positions.kwargs.values()]
+        tensors = [n for n in given if isinstance(n, torch.fx.Node) and isinstance(value_of(n), torch.Tensor)]
+        if positions.target is torch.arange:
+            return len(positions.args) == 1
+        if len(tensors) != 1:
+            return False
+        positions = tensors[0]
+    return False
 
 
 def _writes(mask: torch.Tensor) -> int:
