@@ -24,18 +24,23 @@ packing.is_slower = lambda *_: False
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: left to `make test-long`; tests/README.md says which tests are")
     config.addinivalue_line("markers", "nightly: left to `make test-all`, which runs each night")
-    config.addinivalue_line("markers", "sweep(n): models of one kind; all but every n-th case are long")
+    config.addinivalue_line(
+        "markers",
+        "sweep(n, day=m): cases of one kind; all but every n-th are long, and all but every m-th nightly",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` reads the marks
 def pytest_collection_modifyitems(items):
-    """Make all but every n-th case of each sweep long."""
+    """Make all but every n-th case of each sweep long, and all but every `day`-th nightly."""
     before = collections.Counter()
     for item in items:
         function = item.nodeid.partition("[")[0]
         sweep = item.get_closest_marker("sweep")
-        if sweep and before[function] % sweep.args[0]:
+        if sweep and sweep.args and before[function] % sweep.args[0]:
             item.add_marker(pytest.mark.long)
+        if sweep and before[function] % sweep.kwargs.get("day", 1):
+            item.add_marker(pytest.mark.nightly)
         before[function] += 1
 
 

@@ -31,7 +31,7 @@ def run_without(*names: str) -> dict[str, dict[str, str]]:
     return found
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(16, day=8)
 @pytest.mark.parametrize("names", BATCHES, ids=lambda names: names[0].rpartition(".")[2])
 def test_what_needs_an_absent_name_says_so_and_all_else_is_right(names: list[str]) -> None:
     for name, outcomes in run_without(*names).items():

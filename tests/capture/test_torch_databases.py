@@ -23,7 +23,7 @@ REFUSED_OPERATORS = {
     # takes a module as an argument
     "nn.functional.triplet_margin_with_distance_loss",
 }
-BATCHES = 2
+BATCHES = 8
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,7 @@ def test_export_examples(case):
 
 
 @pytest.mark.long
+@pytest.mark.sweep(day=8)
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_operators(operators, batch):
     for operator in operators[batch::BATCHES]:

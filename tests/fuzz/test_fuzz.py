@@ -105,6 +105,7 @@ UNDO_STEPS, POST_INIT = undoing.undo_steps, composition.Composition.__post_init_
 
 
 @pytest.mark.long
+@pytest.mark.sweep(day=4)
 @pytest.mark.parametrize(
     ("target", "name", "planted", "kind"),
     [

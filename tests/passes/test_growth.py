@@ -62,6 +62,7 @@ def calls_of(pass_, layers):
     return apply, calls_within(lambda: pass_(graph_module, reverse=True))
 
 
+@pytest.mark.sweep(day=4)
 @pytest.mark.parametrize("name", available())
 def test_four_times_the_layers_take_four_times_the_work(name):
     few, many = (calls_of(available()[name](), layers) for layers in (10, 40))

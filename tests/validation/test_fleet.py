@@ -120,6 +120,7 @@ def test_a_node_that_is_lost_loses_nothing_and_nothing_that_arrived_runs_again(
     assert {name: len(runs) for name, runs in read().items() if name in before} == dict.fromkeys(before, 1)
 
 
+@pytest.mark.nightly
 def test_a_case_that_ends_its_node_is_given_up_and_the_others_run(cluster: Any) -> None:
     bad = case("bad", does="end Ray's process")
     cases = [bad, *(case("bad", number) for number in range(1, 4)), case("good")]

@@ -17,13 +17,8 @@ from .models import Subject, _call
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.nightly if number % 6 else ())
-        for number, name in enumerate(models.NAMES)
-    ],
-)
+@pytest.mark.sweep(day=16)
+@pytest.mark.parametrize("name", models.NAMES)
 def test_an_optimized_model_gives_what_the_model_gives(name: str) -> None:
     pytest.importorskip(name.partition(".")[0])
     assert journeys.wrong(models.subject(name)) == {}
