@@ -48,6 +48,7 @@ _LAUNCHING = ("cuda",)  # devices that compute while Python goes on
 
 _OWN_KERNELS = "an input is a tensor of another class or layout, such as a nested or sparse one, which graphs do not take"
 _CHANGED = "the model was changed while its graph was made"
+_KEPT = "the forward assigns no more what it assigned before: perhaps it keeps that"
 _RESTLESS_MODEL = "the model changes often: it gets a graph when its calls since a change have taken as long as making a graph"
 _ALL = weakref.WeakSet["Graphs"]()
 
@@ -321,12 +322,17 @@ class Graphs:
             return None
         free = {place for place, _ in structure.sizes - sizes}
         with progress(f"optimize {type(self._model).__name__}", self.options.progress) as enter:
-            lowered, report = prepare(self._model, inputs, named, free, self.options, book.state.holds, enter)
+            lowered, report = prepare(self._model, inputs, named, free, self.options, book.state, enter)
         self._cost, book.waited = report.seconds, 0.0
         disagreement = self._disagreement(book, report)
         # Perhaps by its first run: models of transformers add hooks then.
         if again and disagreement == _CHANGED:
             return self._make(self._opened(), inputs, named, key, sizes, after, again=False)
+        if disagreement == _KEPT:
+            opened = self._opened()
+            opened.state.read |= book.state.read
+            opened.structures[key] = structure
+            book, disagreement = opened, self._disagreement(opened, report)
         reason = report.reason or disagreement
         if lowered is None or reason:
 
@@ -387,7 +393,7 @@ class Graphs:
         others = book.assigned ^ {*report.assigned}
         if others and others <= book.assigned and self._kept < _MOST_KEPT:
             self._kept += 1
-            return _CHANGED  # perhaps it keeps what an earlier call has assigned
+            return _KEPT
         if others:
             names = ", ".join(sorted({f"{path}.{name}".lstrip(".") for path, name in others}))
             return f"the forward assigns {names} for some inputs and not for others"

@@ -186,10 +186,11 @@ class _Alone(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         autocast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         unusual = any(map(has_own_kernels, Inputs(args, kwargs).tensors()))
-        if torch.is_grad_enabled() or autocast or is_transforming() or has_any_global_hook() or unusual:
+        other = self.training or torch.is_grad_enabled() or autocast or unusual
+        if other or is_transforming() or has_any_global_hook():
             raise GuardError(
-                "the graph is for inference: call it under torch.no_grad(), without autocast, global hooks and torch.func, "
-                "with dense tensors of torch's own classes"
+                "the graph is for inference: call it in eval mode and under torch.no_grad(), without autocast, global hooks and "
+                "torch.func, with dense tensors of torch's own classes"
             )
         return self._computed(*args, **kwargs)
 

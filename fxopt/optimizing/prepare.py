@@ -29,6 +29,7 @@ from fxopt.optimizing.inputs import Dims, Inputs, dynamic_shapes, text_of
 from fxopt.optimizing.lowering import Lowered, function_of, lowered
 from fxopt.optimizing.report import GraphReport
 from fxopt.optimizing.trial import Failed, Trial, Unused, fastest, speedup
+from fxopt.optimizing.watching import State
 from fxopt.packing import Tune
 from fxopt.passes import fold_scale_and_shift
 from fxopt.passes.change_precision import ChangePrecision
@@ -50,7 +51,7 @@ from fxopt.passes.remove_identity import RemoveIdentity
 from fxopt.passes.remove_repeated_heads import RemoveRepeatedHeads
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import Rewrite
-from fxopt.submodules import sharing_copy
+from fxopt.submodules import sharing_copy, tensors_of
 from fxopt.version import __version__
 
 PRECISIONS: Mapping[str, float | None] = {"float32": None, "bfloat16": 0.999, "int8": 0.99}
@@ -96,7 +97,7 @@ def prepare(
     named: Mapping[str, Any],
     free: Dims,
     options: Options,
-    ask: Callable[[], object],
+    state: State,
     enter: Callable[[str], object],
 ) -> tuple[Lowered | None, GraphReport]:
     """Make a graph for these inputs.
@@ -104,7 +105,8 @@ def prepare(
     Args:
         named: the inputs by the names of the parameters of the method.
         free: the sizes that differ from call to call, where the user does not say which are free.
-        ask: what is asked before each call of the graph, such as whether the model is as it was; it counts as time of the graph.
+        state: that of the model, which takes note of what the graph reads. Whether it holds is asked before each call of the graph, and
+            counts as time of the graph.
         enter: takes the name of each stage when it begins.
 
     Returns:
@@ -119,7 +121,8 @@ def prepare(
         _check(model)
         enter("capture")
         traced = _captured(model, inputs, named, free, options, facts)
-        made = _checked(model, traced, inputs, options, ask, enter, facts)
+        state.note_read(tensor for _, tensor in tensors_of({"": traced}))
+        made = _checked(model, traced, inputs, options, state.holds, enter, facts)
     except Failed as error:
         raise error.__cause__ or error from None
     except Exception as error:  # the model can still run, and whoever reads the report can tell us
@@ -375,7 +378,10 @@ def _check_captured(exact: Any, own: Any, traced: TracedModule, trial: Trial) ->
     if theirs > ROUNDING:
         found = trial.run(traced)
         if unlike(own, found) or theirs > MOST_LUCK * norm_error(exact, found):
-            raise Unused("its graph computes something else than the model")
+            raise Unused(
+                "its graph computes something else than the model, as where the forward asks torch.compiler.is_compiling(): for "
+                "nn.TransformerEncoder, give it enable_nested_tensor=False"
+            )
 
 
 def _is_rounding(mine: float, theirs: float) -> bool:

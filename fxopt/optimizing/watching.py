@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,9 +34,13 @@ _OF_TORCH = vars(nn.Module()).keys() - {PARAMETERS, BUFFERS, MODULES, *FORWARD_H
 class State:
     """The modules, weights, buffers, hooks, flags, numbers and strings of a model, as they are when this is made.
 
-    Lists, tuples, dicts and sets count, nested ones, too. Not seen is what changes in a list, set or OrderedDict of more than 1000
+    Lists, tuples, dicts and sets count, nested ones, too. A tensor that a module keeps as an attribute may give way to one with the same
+    shape, unless a graph reads it. Not seen is what changes in a list, set or OrderedDict of more than 1000
     elements and inside of other objects but for `config`, and writes into a tensor that leave its version and place as they were: through
     numpy or into `.data`.
+
+    Attributes:
+        read: the attributes that graphs read, each by the id of the `__dict__` of its module, and its name.
 
     Args:
         model: the module to watch.
@@ -61,6 +65,7 @@ class State:
         self._placed = [t for t in self._held if not has_own_kernels(t)]
         self._memory = [t.detach() for t in self._placed]
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
+        self.read: set[tuple[int, Any]] = set()
         self.forgive(model, places)
 
     def forgive(self, model: nn.Module, places: Collection[tuple[str, str]]) -> None:
@@ -79,6 +84,16 @@ class State:
         # Of all: graphs for other states of the model may make other changes.
         self._tensors = [tensor for tensor in self._held if id(tensor) not in left_out]
         self._written = sum(self._writes[id(tensor)] for tensor in self._tensors)
+
+    def note_read(self, tensors: Iterable[Tensor]) -> None:
+        """Note the tensors that a graph holds: of the attributes with their memory, it has the values of now."""
+        memory = {tensor.untyped_storage().data_ptr() for tensor in tensors if not has_own_kernels(tensor)}
+        for attributes in (each for each in self._dicts if MODULES in each):
+            held = {k: v for k, v in attributes.items() if type(v) is Tensor and not has_own_kernels(v)}
+            read = (key for key, value in held.items() if value.untyped_storage().data_ptr() in memory)
+            self.read |= {(id(attributes), key) for key in read}
+        self._versions = [-1] * len(self._dicts)  # so that all is compared again
+        self._changes = -1
 
     def note_left(self) -> None:
         """Note the numbers, flags and texts that a call has left in the attributes that the forward assigns."""
@@ -121,7 +136,8 @@ class State:
             if isinstance(new, _PLAIN):
                 same = _written(old) == _written(new) or _written(new) in (left or ())
             else:
-                same = left is not None or key in DERIVED_FROM_GRAPH
+                unread = MODULES in now and (id(now), key) not in self.read
+                same = key in DERIVED_FROM_GRAPH or (unread and (left is not None or _is_alike(old, new)))
             if not same:
                 return False
         return True
@@ -164,6 +180,15 @@ def _left(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     return _written(value) if isinstance(value, _PLAIN) else id(value)
+
+
+def _is_alike(old: Any, new: Any) -> bool:
+    """Tell whether nothing but the values sets two tensors apart, none of which is a weight."""
+    if type(old) is not Tensor or type(new) is not Tensor or has_own_kernels(old) or has_own_kernels(new):
+        return False
+    return (_left(old), old.stride(), old.device) == (_left(new), new.stride(), new.device) and not (
+        old.requires_grad or new.requires_grad
+    )
 
 
 def _written(value: Any) -> tuple[Any, ...]:

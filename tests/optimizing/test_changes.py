@@ -869,7 +869,8 @@ def test_a_graph_that_computes_something_else_is_not_used():
     fast = fxopt.optimize(model, (X,))
     with torch.no_grad():
         assert torch.equal(fast(X), model(X))
-    assert reasons(fast) == ["its graph computes something else than the model"]
+    (reason,) = reasons(fast)
+    assert reason.startswith("its graph computes something else than the model")
 
 
 class Unprintable:

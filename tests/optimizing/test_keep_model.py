@@ -57,13 +57,16 @@ def test_nothing_of_the_model_is_held(precision):
     torch.testing.assert_close(alone(x), wanted, **tolerance)
     with pytest.raises(fxopt.GuardError, match="dimension 0 is 3"):
         alone(torch.randn(3, 64, 8, 8))
-    with torch.enable_grad(), pytest.raises(fxopt.GuardError, match="for inference: call it under"):
+    with (
+        torch.enable_grad(),
+        pytest.raises(fxopt.GuardError, match="for inference: call it in eval mode and under"),
+    ):
         alone(x)
-    with pytest.raises(fxopt.GuardError, match="for inference: call it under"):
+    with pytest.raises(fxopt.GuardError, match="for inference: call it in eval mode and under"):
         torch.func.vmap(alone)(x[None])
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        with pytest.raises(fxopt.GuardError, match="for inference: call it under"):
+        with pytest.raises(fxopt.GuardError, match="for inference: call it in eval mode and under"):
             alone.forward(x)
     finally:
         handle.remove()
@@ -81,6 +84,8 @@ def test_errors_say_what_to_do(tmp_path):
         with pytest.raises(fxopt.PassError, match="holds one graph and no model, so that it cannot be saved"):
             asked()
     assert torch.equal(copy.deepcopy(alone)(x), alone(x))
+    with pytest.raises(fxopt.errors.GuardError, match="call it in eval mode"):
+        copy.deepcopy(alone).train()(x)
     with pytest.raises(
         TypeError, match="keep_model=False keeps the graph for example inputs: give optimize some"
     ):

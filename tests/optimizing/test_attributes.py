@@ -1,0 +1,114 @@
+"""Tensors that a module keeps as attributes beside its weights, and that callers replace from call to call."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt.errors import FallbackWarning
+from fxopt.optimizing import dispatch, prepare
+
+X = torch.randn(3, 4)
+
+
+class Keeps(nn.Module):
+    """A layer with an attribute `kept`, which its forward reads by a function, or does not read."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.linear, self.kept, self.read = nn.Linear(4, 4), torch.tensor([2, 3]), [read]
+
+    def forward(self, x):
+        return self.read[0](self, self.linear(x))
+
+
+READS = {
+    "values": lambda self, x: x * self.kept[0],
+    "a view": lambda self, x: x * self.kept.flip(0)[:1],
+    "a number": lambda self, x: x * int(self.kept[1]),
+    "numbers": lambda self, x: x * self.kept.tolist()[0],
+    "a loop": lambda self, x: sum(x for _ in range(self.kept[0])),
+    "a size": lambda self, x: x.repeat(int(self.kept[0]), 1),
+    "a branch": lambda self, x: x + 1 if self.kept.sum() > 5 else x,
+    "a function": lambda self, x: torch.vmap(lambda y: y * self.kept[0])(x),
+    "its data": lambda self, x: x * self.kept.data[1],
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+def test_a_tensor_that_the_forward_reads_may_be_replaced(read):
+    model = Keeps(read).eval()
+    fast, plain = fxopt.optimize(model, tune=False), copy.deepcopy(model)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        for values in ([2, 3], [1, 2], [2, 3], [4, 1]):
+            model.kept, plain.kept = torch.tensor(values), torch.tensor(values)
+            torch.testing.assert_close(fast(X), plain(X))
+            torch.testing.assert_close(fast(X), plain(X))
+
+
+def test_a_tensor_that_no_graph_reads_is_replaced_without_another_graph():
+    """As `generate` does in Qwen2-VL: it keeps the offset of the positions, and gives the positions."""
+    model = Keeps(lambda self, x: x.relu()).eval()
+    fast = fxopt.optimize(model, tune=False)
+    with torch.no_grad():
+        for values in ([2, 3], [1, 2], [2, 3]):
+            model.kept = torch.tensor(values)
+            torch.testing.assert_close(fast(X), model.linear(X).relu())
+    assert len(fast.report) == 1
+    with torch.no_grad():
+        model.kept = None  # the forward may ask that
+        fast(X)
+    assert len(fast.report) == 2
+
+
+def test_a_tensor_that_a_later_graph_reads_has_the_value_of_then():
+    model = Keeps(lambda self, x: x * self.kept[0] if x.shape[0] == 2 else x).eval()
+    fast, plain = fxopt.optimize(model, tune=False), copy.deepcopy(model)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        for rows, values in (
+            (3, [2, 3]),
+            (3, [4, 3]),
+            (2, [4, 3]),
+            (2, [5, 3]),
+            (3, [5, 3]),
+            (2, [4, 3]),
+            (2, [2, 3]),
+        ):
+            model.kept, plain.kept = torch.tensor(values), torch.tensor(values)
+            torch.testing.assert_close(fast(X[:rows]), plain(X[:rows]))
+
+
+def test_what_the_first_forward_keeps_costs_no_graph_twice(monkeypatch):
+    """As in Mimi, whose quantizers keep their codebooks at the first call."""
+    made = []
+    monkeypatch.setattr(dispatch, "prepare", lambda *args: made.append(0) or prepare.prepare(*args))
+
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.kept = nn.Linear(4, 4), None
+
+        def forward(self, x):
+            if self.kept is None:
+                self.kept = self.linear.weight * 2
+            return x @ self.kept.T + self.linear(x)
+
+    model = Lazy().eval()
+    fast, plain = fxopt.optimize(model, tune=False), copy.deepcopy(model)
+    with torch.no_grad():
+        for rows in (3, 2, 3, 1):
+            torch.testing.assert_close(fast(X[:rows]), plain(X[:rows]))
+        assert len(made) == 2
+        model.linear.weight.mul_(3)
+        model.kept = plain.kept = None
+        plain.linear.weight.mul_(3)
+        for rows in (3, 2):
+            torch.testing.assert_close(fast(X[:rows]), plain(X[:rows]))
+        model.kept, plain.kept = model.kept + 1, plain.kept + 1
+        for rows in (3, 2):
+            torch.testing.assert_close(fast(X[:rows]), plain(X[:rows]))
