@@ -197,6 +197,12 @@ def dtype_of(node: Node) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
+def is_floating(node: Node) -> bool:
+    """Tell whether a value is surely a floating tensor, by the metadata of the trace."""
+    dtype = dtype_of(node)
+    return dtype is not None and dtype.is_floating_point
+
+
 def rank_of(node: Node) -> int | None:
     """The number of dimensions of a node's tensor, from the metadata of the trace; `None` if unknown."""
     shape = getattr(_description(node), "shape", None)

@@ -13,12 +13,6 @@ from fxopt.operators import Fact
 from fxopt.torch_internals import pytree
 
 
-def is_floating(node: Node) -> bool:
-    """Tell whether a value is surely a floating tensor, by the metadata of the trace."""
-    dtype = graph.dtype_of(node)
-    return dtype is not None and dtype.is_floating_point
-
-
 def obstacle_behind(index: GraphIndex, node: Node) -> str | None:
     """Name a use of `node`, or of what is made of it, that may make a large error of a small one.
 
@@ -49,7 +43,7 @@ def obstacle_behind(index: GraphIndex, node: Node) -> str | None:
             if Fact.DESCRIBES in facts and _is_first_alone(user, value):
                 continue
             targets = memory.written_by(user) or ()
-            small = _keeps_error_small(user, value, facts) and all(map(is_floating, targets))
+            small = _keeps_error_small(user, value, facts) and all(map(graph.is_floating, targets))
             if not small and not operators.is_container(user.target):
                 name = graph.function_name(user) or type(index.module(user)).__name__
                 return f"{user.name} ({name}) is not known to keep the error small"

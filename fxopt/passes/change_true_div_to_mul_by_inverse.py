@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
-from fxopt.obstacles.rounding import is_floating, obstacle_behind
+from fxopt.obstacles.rounding import obstacle_behind
 from fxopt.operators import name_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
@@ -100,7 +100,7 @@ def _inexact(index: GraphIndex, node: Node, numerator: Node, denominator: int | 
     """Why the inverse, which is not exact unless the denominator is a power of two, is not good enough."""
     if math.frexp(abs(denominator))[0] == 0.5:
         return None
-    if is_floating(numerator):
+    if graph.is_floating(numerator):
         reason = obstacle_behind(index, node)
     else:
         reason = f"{numerator.name} is not known to be a floating tensor (a graph of fxopt.trace has dtypes)"

@@ -291,7 +291,7 @@ class _Wanted:
         elif not isinstance(value, Node) and wanted == value:
             # 1 and 1.0 are one number beside floating tensors.
             sources = (source for call in found.inside.values() for source in call.all_input_nodes)
-            numbers = {type(wanted), type(value)} == {int, float} and all(map(_is_floating, sources))
+            numbers = {type(wanted), type(value)} == {int, float} and all(map(graph.is_floating, sources))
             if type(wanted) is type(value) or numbers:
                 yield found
 
@@ -445,11 +445,6 @@ def _facts(layers: Sequence[nn.Module]) -> tuple[set[str], set[str]]:
 
 def _nodes(values: Mapping[str, Any]) -> list[Node]:
     return [value for value in values.values() if isinstance(value, Node)]
-
-
-def _is_floating(node: Node) -> bool:
-    dtype = graph.dtype_of(node)
-    return dtype is not None and dtype.is_floating_point
 
 
 def _is_layer(kind: Any) -> bool:
