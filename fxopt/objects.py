@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import importlib
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ def rebuilt(container: Any, contents: dict[Any, Any]) -> Any:
     if isinstance(container, list):
         return cls(contents.values())
     if isinstance(container, dict):
-        return cls(contents)
+        return with_order(cls(contents), contents)
     made = cls.__new__(cls)
     _set(made, contents)
     return made
@@ -138,9 +138,14 @@ def build_object(name: str, state: dict[str, Any]) -> Any:
 
 def in_order(output: Any, names: Sequence[str]) -> Any:
     """A copy of an OrderedDict, such as a `ModelOutput`, with its entries in the order of these names."""
-    made = copy.copy(output)
-    for name in names:
-        collections.OrderedDict.move_to_end(made, name)
+    return with_order(copy.copy(output), names)
+
+
+def with_order(made: Any, names: Iterable[Any]) -> Any:
+    """An OrderedDict with its entries put in the order of these names: a `ModelOutput` is made with those of its fields in theirs."""
+    if isinstance(made, collections.OrderedDict) and [*made] != [*names]:
+        for name in names:
+            collections.OrderedDict.move_to_end(made, name)
     return made
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxopt.objects import attributes, is_open, tensors_in
+from fxopt.objects import attributes, is_open, tensors_in, with_order
 from fxopt.torch_internals import buffers_of
 
 
@@ -33,7 +33,16 @@ def tensors(value: object) -> list[Tensor]:
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """A deep copy of nested values, with `function(tensor)` for each tensor."""
-    return copy.deepcopy(value, {id(tensor): function(tensor) for tensor in tensors_in(value)})
+    return copied(value, {id(tensor): function(tensor) for tensor in tensors_in(value)})
+
+
+def copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy, with entries in the same order: a copy of a `ModelOutput` has those of its fields."""
+    made = copy.deepcopy(value, memo)
+    for (_, old), (_, new) in zip(walked(value, ""), walked(made, ""), strict=False):
+        if isinstance(old, dict):
+            with_order(new, old)
+    return made
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import fxopt
 from fxopt.errors import FallbackWarning
@@ -112,3 +113,20 @@ def test_what_the_first_forward_keeps_costs_no_graph_twice(monkeypatch):
         model.kept, plain.kept = model.kept + 1, plain.kept + 1
         for rows in (3, 2):
             torch.testing.assert_close(fast(X[:rows]), plain(X[:rows]))
+
+
+def test_entries_of_an_output_object_that_came_late_stay_last():
+    """As what the vision model of InternVL gives, which is an input of the next call."""
+
+    class Reads(nn.Module):
+        def forward(self, given, x):
+            return given[1] + x * given.pooler_output + given.last_hidden_state
+
+    given = BaseModelOutputWithPooling(last_hidden_state=X, attentions=X + 2)
+    given.pooler_output = X + 1
+    model = Reads().eval()
+    torch.testing.assert_close(fxopt.trace(model, (given, X))(given, X), model(given, X))
+    fast = fxopt.optimize(model, tune=False)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(given, X), model(given, X))
+    assert fast.report[0].reason is None

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fxopt.objects import attributes, entries, is_mutable, is_open, rebuilt
+from fxopt.objects import attributes, entries, is_mutable, is_open, rebuilt, with_order
 from fxopt.operators import Fact, facts_of
 
 _CASTS = {"bool", "int", "long", "short", "float", "double", "half", "bfloat16"}
@@ -73,7 +73,7 @@ def filled(value: Any, items: dict[Any, Any]) -> Any:
     made = cls(**{name: item for name, item in items.items() if name not in later})
     for name in later & items.keys():
         object.__setattr__(made, name, items[name])  # it may be frozen
-    return made
+    return with_order(made, items)
 
 
 def identities(container: Any) -> list[tuple[Any, int]]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fxopt import outputs
 from fxopt.capture.capture_internals import make_subclass
 from fxopt.capture.fakes.fake_model import Written
 from fxopt.capture.fakes.model_copy import deepcopy_with_closures
@@ -92,7 +93,7 @@ def copy_inputs(inputs: dict[str, Any]) -> Examples:
             # A leaf cannot be written; an input that is none can.
             copied = copied if tensor.is_leaf else copied.view_as(copied) * 1
         memo[key] = copied
-    return Examples(copy.deepcopy(inputs, memo), leaves)
+    return Examples(outputs.copied(inputs, memo), leaves)
 
 
 class RepeatedRandomness:
