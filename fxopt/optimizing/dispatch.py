@@ -321,18 +321,19 @@ class Graphs:
             self._warn(inputs, _RESTLESS_MODEL)
             return None
         free = {place for place, _ in structure.sizes - sizes}
+        # Perhaps the forward assigns no more what it has assigned: the state without that is the one before its graph is made.
+        states = [book.state, *([State(self._model)] if book.assigned else ())]
         with progress(f"optimize {type(self._model).__name__}", self.options.progress) as enter:
-            lowered, report = prepare(self._model, inputs, named, free, self.options, book.state, enter)
+            lowered, report = prepare(self._model, inputs, named, free, self.options, states, enter)
         self._cost, book.waited = report.seconds, 0.0
         disagreement = self._disagreement(book, report)
+        if disagreement == _KEPT:
+            book = self._opened(states[-1])
+            book.structures[key] = structure
+            disagreement = self._disagreement(book, report)
         # Perhaps by its first run: models of transformers add hooks then.
         if again and disagreement == _CHANGED:
             return self._make(self._opened(), inputs, named, key, sizes, after, again=False)
-        if disagreement == _KEPT:
-            opened = self._opened()
-            opened.state.read |= book.state.read
-            opened.structures[key] = structure
-            book, disagreement = opened, self._disagreement(opened, report)
         reason = report.reason or disagreement
         if lowered is None or reason:
 
@@ -441,10 +442,10 @@ class Graphs:
                 return book
         return None
 
-    def _opened(self) -> _Book:
-        """A new book for the model as it is. The lock is held."""
+    def _opened(self, state: State | None = None) -> _Book:
+        """A new book for the model as it is, or in a state. The lock is held."""
         self._changes += bool(self.books)
-        state = State(self._model, {place for book in self.books for place in book.state.places})
+        state = state or State(self._model, {place for book in self.books for place in book.state.places})
         live = sorted((b for b in self.books if not b.state.is_gone()), key=lambda book: -book.used)
         opened = _Book(state, next(self._uses))
         self.books = (opened, *live)[: self.options.max_graphs]

@@ -7,7 +7,7 @@ import dataclasses
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ def prepare(
     named: Mapping[str, Any],
     free: Dims,
     options: Options,
-    state: State,
+    states: Sequence[State],
     enter: Callable[[str], object],
 ) -> tuple[Lowered | None, GraphReport]:
     """Make a graph for these inputs.
@@ -105,8 +105,8 @@ def prepare(
     Args:
         named: the inputs by the names of the parameters of the method.
         free: the sizes that differ from call to call, where the user does not say which are free.
-        state: that of the model, which takes note of what the graph reads. Whether it holds is asked before each call of the graph, and
-            counts as time of the graph.
+        states: those of the model that take note of what the graph reads. Whether the first one holds is asked before each call of the
+            graph, and counts as time of the graph.
         enter: takes the name of each stage when it begins.
 
     Returns:
@@ -121,8 +121,13 @@ def prepare(
         _check(model)
         enter("capture")
         traced = _captured(model, inputs, named, free, options, facts)
-        state.note_read(tensor for _, tensor in tensors_of({"": traced}))
-        made = _checked(model, traced, inputs, options, state.holds, enter, facts)
+        read = [tensor for _, tensor in tensors_of({"": traced})]
+        read += [
+            v for module in traced.modules() for v in vars(module).values() if isinstance(v, torch.Tensor)
+        ]
+        for state in states:
+            state.note_read(read)
+        made = _checked(model, traced, inputs, options, states[0].holds, enter, facts)
     except Failed as error:
         raise error.__cause__ or error from None
     except Exception as error:  # the model can still run, and whoever reads the report can tell us

@@ -58,7 +58,7 @@ class State:
         self._copies = [(each, each.copy()) for each in self._dicts]
         self._others = [(each, each.copy()) for each in held if each and type(each) is not dict]
         self._versions = [*map(dict_version, self._dicts)]
-        self._changes = sum(self._versions)
+        self._compared = sum(self._versions), 0
         self._held = [t for t in found.values() if isinstance(t, Tensor) and not t.is_inference()]
         self._writes = {id(tensor): version_of(tensor) for tensor in self._held}
         # Those that have their memory by `.data = ...` get others. The old memory is held, so that no other has its address.
@@ -66,6 +66,12 @@ class State:
         self._memory = [t.detach() for t in self._placed]
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
         self.read: set[tuple[int, Any]] = set()
+        times = collections.Counter(
+            id(part) for each in found.values() if type(each) in _CONTAINERS for part in _parts(each).values()
+        )
+        self._twice = {
+            key for key, count in times.items() if count > 1 and isinstance(found.get(key), Tensor)
+        }
         self.forgive(model, places)
 
     def forgive(self, model: nn.Module, places: Collection[tuple[str, str]]) -> None:
@@ -92,8 +98,6 @@ class State:
             held = {k: v for k, v in attributes.items() if type(v) is Tensor and not has_own_kernels(v)}
             read = (key for key, value in held.items() if value.untyped_storage().data_ptr() in memory)
             self.read |= {(id(attributes), key) for key in read}
-        self._versions = [-1] * len(self._dicts)  # so that all is compared again
-        self._changes = -1
 
     def note_left(self) -> None:
         """Note the numbers, flags and texts that a call has left in the attributes that the forward assigns."""
@@ -113,12 +117,15 @@ class State:
         """Tell whether all is as it was; in a model as large as BERT-base, some 50 microseconds."""
         if self.is_gone() or any(self._empty):
             return False
-        if sum(map(dict_version, self._dicts)) != self._changes:  # versions only grow
+        reads = len(self.read)  # while another graph is made, it grows
+        if (sum(map(dict_version, self._dicts)), reads) != self._compared:  # versions only grow
             versions = [*map(dict_version, self._dicts)]
             changed = itertools.compress(self._copies, map(operator.ne, versions, self._versions))
-            if not all(itertools.starmap(self._is_same, changed)):
+            if not all(
+                itertools.starmap(self._is_same, changed if reads == self._compared[1] else self._copies)
+            ):
                 return False
-            self._versions, self._changes = versions, sum(versions)
+            self._versions, self._compared = versions, (sum(versions), reads)
         return all(itertools.starmap(self._is_same, self._others))
 
     def _is_same(self, now: Any, before: Any) -> bool:
@@ -137,10 +144,16 @@ class State:
                 same = _written(old) == _written(new) or _written(new) in (left or ())
             else:
                 unread = MODULES in now and (id(now), key) not in self.read
-                same = key in DERIVED_FROM_GRAPH or (unread and (left is not None or _is_alike(old, new)))
+                same = key in DERIVED_FROM_GRAPH or (
+                    unread and (left is not None or (self._is_alone(old, new) and _is_alike(old, new)))
+                )
             if not same:
                 return False
         return True
+
+    def _is_alone(self, old: Any, new: Any) -> bool:
+        """Tell whether one tensor was in one place, and the other in none: a forward may ask whether two are one."""
+        return id(old) not in self._twice and id(new) not in self._writes
 
 
 class LeftByCalls:
@@ -186,9 +199,8 @@ def _is_alike(old: Any, new: Any) -> bool:
     """Tell whether nothing but the values sets two tensors apart, none of which is a weight."""
     if type(old) is not Tensor or type(new) is not Tensor or has_own_kernels(old) or has_own_kernels(new):
         return False
-    return (_left(old), old.stride(), old.device) == (_left(new), new.stride(), new.device) and not (
-        old.requires_grad or new.requires_grad
-    )
+    same = (_left(old), old.stride(), old.device) == (_left(new), new.stride(), new.device)
+    return same and not (old.requires_grad or new.requires_grad or vars(old) or vars(new))
 
 
 def _written(value: Any) -> tuple[Any, ...]:

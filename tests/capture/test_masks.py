@@ -346,17 +346,31 @@ def doubled(length: int) -> torch.Tensor:
     return positions + positions
 
 
-@pytest.mark.parametrize("positions", [begun_anew, begun_anew_then_added, with_gaps, doubled])
-def test_positions_that_a_forward_makes_may_pack_sequences(positions: Callable[[int], torch.Tensor]) -> None:
+def of_low_precision(length: int) -> torch.Tensor:
+    return torch.arange(length, dtype=torch.bfloat16)
+
+
+def all_one(length: int) -> torch.Tensor:
+    return torch.arange(1).expand(length)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    "positions", [begun_anew, begun_anew_then_added, with_gaps, doubled, of_low_precision, all_one]
+)
+def test_positions_that_a_forward_makes_may_pack_sequences(
+    positions: Callable[[int], torch.Tensor], inference: bool
+) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
     )
     model = Packs(LlamaModel(config), positions).double().eval()
     ids = torch.arange(14).reshape(2, 7)
-    traced = fxopt.trace(model, (ids,), verify=False)
-    assert any(node.target == "cumsum" for node in traced.graph.nodes)
-    assert_equivalent(traced, model, (ids,))
+    with torch.inference_mode(inference):
+        traced = fxopt.trace(model, (ids,), verify=False)
+        assert any(node.target == "cumsum" for node in traced.graph.nodes)
+        assert_equivalent(traced, model, (ids,))
 
 
 def test_positions_that_are_given_may_pack_sequences() -> None:

@@ -105,6 +105,20 @@ def softened(x):
     return x.relu() + 1
 
 
+class Offset:
+    def of(self, x):
+        return x + 1
+
+
+def compiled_method(self):
+    def step(self, x):
+        return self.linear(x)
+
+    function = torch.compile(step)
+    assert function.__code__ is not None
+    return function.__get__(self)
+
+
 compiled = torch.compile(lambda x: x.relu() + 1, backend="eager")
 
 CAPTURED = {
@@ -116,6 +130,8 @@ CAPTURED = {
         Does(lambda self, x: softened(x + vars(self).setdefault("n", 0))),
         (X,),
     ),
+    "torch.compile of a method": (Does(lambda self, x: compiled_method(self)(x)), (X,)),
+    "torch.compile of a class": (Does(lambda self, x: torch.compile(Offset)().of(x)), (X,)),
     "cond": (
         Does(lambda self, x: torch.cond(x.sum() > 0, lambda y: self.linear(y), torch.cos, (x,))),
         (X.abs(),),

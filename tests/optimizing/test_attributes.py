@@ -130,3 +130,57 @@ def test_entries_of_an_output_object_that_came_late_stay_last():
     with torch.no_grad():
         torch.testing.assert_close(fast(given, X), model(given, X))
     assert fast.report[0].reason is None
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.LayerNorm(4), nn.Linear(4, 4), nn.RMSNorm(4)], ids=lambda layer: type(layer).__name__
+)
+def test_a_weight_that_is_no_parameter_may_be_replaced(layer):
+    del layer.weight
+    layer.weight = torch.rand(4, 4) if isinstance(layer, nn.Linear) else torch.rand(4)
+    model = nn.Sequential(nn.Linear(4, 4), layer).eval()
+    fast, plain = fxopt.optimize(model, tune=False), copy.deepcopy(model)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fast(X), plain(X))
+            model[1].weight = plain[1].weight = torch.rand_like(model[1].weight)
+
+
+def test_a_forward_may_ask_which_of_its_tensors_an_attribute_is():
+    model = Keeps(lambda self, x: x if self.kept is self.day else -x).eval()
+    model.day, model.night = torch.ones(2), torch.zeros(2)
+    model.kept = model.day
+    fast = fxopt.optimize(model, tune=False)
+    with torch.no_grad():
+        for kept, sign in ((model.day, 1), (model.night, -1), (model.day, 1), (torch.ones(2), -1)):
+            model.kept = kept
+            torch.testing.assert_close(fast(X), sign * model.linear(X))
+
+
+def test_a_model_that_is_changed_while_its_second_graph_is_made(monkeypatch):
+    def changing(*args):
+        found = prepare.prepare(*args)
+        if len(made) == 1:
+            model.factor = 3
+        made.append(0)
+        return found
+
+    made = []
+    monkeypatch.setattr(dispatch, "prepare", changing)
+
+    class Lazy(Keeps):
+        factor = 2
+
+        def forward(self, x):
+            if self.kept is None:
+                self.kept = self.linear.weight * 2
+            return x @ self.kept.T * self.factor
+
+    model = Lazy(None).eval()
+    model.kept, model.factor = None, 2
+    fast = fxopt.optimize(model, tune=False)
+    with torch.no_grad():
+        for rows in (3, 2, 2, 3):
+            found = fast(X[:rows])
+            torch.testing.assert_close(found, model.forward(X[:rows]))
+    assert model.factor == 3

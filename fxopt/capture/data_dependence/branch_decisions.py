@@ -15,6 +15,7 @@ import sympy
 import torch
 
 from fxopt.capture.data_dependence.branches import (
+    MOST_ROUNDS,
     DataDependentBranch,
     DataDependentLoop,
     DataDependentText,
@@ -230,6 +231,8 @@ class BranchDecisions:
         if self._asked_by_line > _MOST_QUESTIONS_BY_LINE:
             raise self._opened(node, kind)
         where, earlier = self.writer.where(), self.asked_at[line]
+        if len(earlier) >= MOST_ROUNDS and is_endless(model_frame(sys._getframe(1))):
+            raise self._opened(node, kind)
         answer = answers[len(earlier) % 2]
         check = self.writer.call(check_same_outcome, node, None, where)
         earlier.append(

@@ -20,22 +20,13 @@ class DataDependentBranch(TraceError):
         message = f"{self} That it makes no difference could not be shown: {reason}."
         return type(self)(message, self.kind, self.where, self.line)
 
-    @property
-    def has_two_sides(self) -> bool:
-        """Tell whether a run with each outcome says what it leads to."""
-        return self.kind is bool
-
 
 class DataDependentLoop(DataDependentBranch):
     """The forward loops over the places where a mask is true: is there one?"""
 
 
 class DataDependentWhile(DataDependentBranch):
-    """The forward repeats the body of a `while` until a value says otherwise: after each outcome comes the same question."""
-
-    @property
-    def has_two_sides(self) -> bool:
-        return False
+    """The forward repeats the body of a `while` until a value says otherwise: the same question may come again without an end."""
 
 
 class NumberBranch(DataDependentBranch):
@@ -56,6 +47,9 @@ class DataDependentText(DataDependentBranch):
 
 class SizeAsKeyError(TypeError):
     """A free size is hashed, to be the key of a dict, and the forward does not go on without."""
+
+
+MOST_ROUNDS = 8  # of a `while` that only a value ends
 
 
 @dataclasses.dataclass

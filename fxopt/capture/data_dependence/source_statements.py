@@ -17,6 +17,8 @@ _DECIDING = (ast.Compare, ast.IfExp, ast.BoolOp, ast.Lambda, ast.Subscript)
 # What tells by its name, as `logger.warning` does, and what checks, as `torch._check`; others may keep the text, or decide on it.
 _TELLERS = {"print", "warn", "warning", "debug", "info", "error", "critical", "exception"}
 _CHECKS = {"check", "assert"}
+# In the test of a `while`, these may count its rounds.
+_COUNTING = (ast.BoolOp, ast.IfExp)
 
 
 def is_diagnostic(frame: FrameType | None) -> bool:
@@ -65,12 +67,12 @@ def asserted_error(frame: FrameType | None) -> str:
 
 
 def is_endless(frame: FrameType | None) -> bool:
-    """Tell whether a `while` asks in its frame which nothing ends but that answer."""
+    """Tell whether a `while` asks in a frame that hardly anything ends but that answer."""
     around = _around(frame)
     loop = next((node for node in reversed(around) if isinstance(node, ast.stmt)), None)
-    if not isinstance(loop, ast.While) or isinstance(loop.test, ast.BoolOp):
+    if not isinstance(loop, ast.While) or any(isinstance(each, _COUNTING) for each in ast.walk(loop.test)):
         return False
-    return not any(isinstance(node, (ast.Break, ast.Return)) for node in ast.walk(loop))
+    return not any(isinstance(node, (ast.Break, ast.Return, ast.Raise)) for node in ast.walk(loop))
 
 
 def _may_catch(node: ast.AST) -> bool:

@@ -132,7 +132,7 @@ def _codes(known: dict[str, Any]) -> Iterator[types.CodeType]:
     for value in list(known.values()):
         for held in list(vars(value).values()) if isinstance(value, type) else [value]:
             below: list[Any] = []  # torch.export makes functions that wrap themselves
-            while isinstance(held, (property, *_DECORATED)) and held not in below:
+            while isinstance(held, (property, *_DECORATED)) and all(held is not each for each in below):
                 below.append(held)
                 if isinstance(held, types.FunctionType) and held.__globals__ is known:
                     yield held.__code__

@@ -24,7 +24,7 @@ from fxopt.capture.capture_internals import (
 from fxopt.capture.fakes.call_cache import CallCache
 from fxopt.capture.fakes.fake_model import FakeModel
 from fxopt.capture.fakes.unusable_number import UnusableNumber
-from fxopt.capture.nodes.source_location import is_model_code
+from fxopt.capture.nodes.source_location import is_model_code, makes_calls
 from fxopt.capture.patches.autograd_functions import patch_apply
 from fxopt.capture.patches.checkpoints import patch_checkpointing
 from fxopt.capture.patches.replaced import Patches
@@ -96,10 +96,16 @@ def _compilation(patch: Patches) -> None:
     def leave_as_it_is(original: Any, model: Any = None, **options: Any) -> Any:
         if model is None:
             return functools.partial(torch.compile, **options)
-        if isinstance(model, torch.nn.Module):
+        if isinstance(model, torch.nn.Module | type):
             return model
-        # As with torch, another function: with `functools.wraps`, it gets the first one as an attribute.
-        return functools.update_wrapper(functools.partial(model), model)
+
+        # As with torch, another function: what `functools.wraps` makes of it refers to the first one, not to itself.
+        @functools.wraps(model)
+        @makes_calls
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            return model(*args, **kwargs)
+
+        return compiled
 
     @patch(torch.compiler, "is_dynamo_compiling")
     def is_dynamo_compiling(original: Any) -> bool:

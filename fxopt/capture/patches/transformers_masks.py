@@ -192,12 +192,16 @@ def _is_part(mask: torch.fx.Node, made: Collection[torch.fx.Node]) -> bool:
 
 def _counts_up(positions: torch.fx.Node) -> bool:
     """Tell whether numbers are those of an `arange`, plus one number for all, and were never written."""
-    while function_name(positions) in _KEEPS_ORDER and not _writes(value_of(positions)):
-        given = [*positions.args, *positions.kwargs.values()]
-        tensors = [n for n in given if isinstance(n, torch.fx.Node) and isinstance(value_of(n), torch.Tensor)]
+    while function_name(positions) in _KEEPS_ORDER:
+        value = value_of(positions)
+        if value.dtype not in (torch.int32, torch.int64) or value.is_inference() or _writes(value):
+            return False
         if positions.target is torch.arange:
             return len(positions.args) == 1
-        if len(tensors) != 1:
+        given = [*positions.args, *positions.kwargs.values()]
+        tensors = [n for n in given if isinstance(n, torch.fx.Node) and isinstance(value_of(n), torch.Tensor)]
+        repeats = function_name(positions) == "expand" and given[-1] != -1  # perhaps the numbers of a row
+        if len(tensors) != 1 or repeats:
             return False
         positions = tensors[0]
     return False

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
 from fxopt.capture.data_dependence.branches import (
     ALWAYS,
+    MOST_ROUNDS,
     NEVER,
     DataDependentBranch,
     DataDependentLoop,
+    DataDependentWhile,
     NumberBranch,
     Outcome,
     Outcomes,
@@ -77,6 +80,7 @@ def _open_path(capture: Callable[[Outcomes], RunResult], like: Outcomes | None) 
     script, pending = Outcomes(dict.fromkeys(like.at_lines if like else (), ALWAYS)), None
     most_settled = _MOST_SETTLED if like is None else len(like.settled)
     branch: DataDependentBranch | None = None
+    asked = collections.Counter[str]()
     while True:
         if branch is None:
             try:
@@ -90,7 +94,14 @@ def _open_path(capture: Callable[[Outcomes], RunResult], like: Outcomes | None) 
                 if pending is None:
                     raise
                 raise pending from None
-        if not branch.has_two_sides or branch.line in script.at_lines or len(script.settled) == most_settled:
+        asked[branch.line] += isinstance(branch, DataDependentWhile)
+        endless = asked[branch.line] > MOST_ROUNDS
+        if (
+            endless
+            or branch.kind is not bool
+            or branch.line in script.at_lines
+            or len(script.settled) == most_settled
+        ):
             raise branch
         no, yes = _sides(capture, script, branch)
         if (yes.error is None) != (no.error is None):
@@ -246,7 +257,8 @@ class _BothSides:
                 self._left = min(self._left, _MOST_NODES // len(made.graph.nodes))
                 return made
             except DataDependentBranch as branch:
-                if not branch.has_two_sides or isinstance(branch, DataDependentLoop):
+                endless = isinstance(branch, DataDependentWhile) and len(before) > MOST_ROUNDS
+                if endless or branch.kind is not bool or isinstance(branch, DataDependentLoop):
                     raise
             no = self._side(script, Outcome(False))
             yes = self._side(script, Outcome(True, no if isinstance(no, str) else ""))
