@@ -29,7 +29,7 @@ from fxopt.optimizing.inputs import Dims, Inputs, dynamic_shapes, text_of
 from fxopt.optimizing.lowering import Lowered, function_of, lowered
 from fxopt.optimizing.report import GraphReport
 from fxopt.optimizing.trial import Failed, Trial, Unused, fastest, speedup
-from fxopt.optimizing.watching import State
+from fxopt.optimizing.watching import Reads, State
 from fxopt.packing import Tune
 from fxopt.passes import fold_scale_and_shift
 from fxopt.passes.change_precision import ChangePrecision
@@ -51,7 +51,7 @@ from fxopt.passes.remove_identity import RemoveIdentity
 from fxopt.passes.remove_repeated_heads import RemoveRepeatedHeads
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import Rewrite
-from fxopt.submodules import sharing_copy, tensors_of
+from fxopt.submodules import sharing_copy
 from fxopt.version import __version__
 
 PRECISIONS: Mapping[str, float | None] = {"float32": None, "bfloat16": 0.999, "int8": 0.99}
@@ -105,7 +105,7 @@ def prepare(
     Args:
         named: the inputs by the names of the parameters of the method.
         free: the sizes that differ from call to call, where the user does not say which are free.
-        states: those of the model that take note of what the graph reads. Whether the first one holds is asked before each call of the
+        states: those of the model, which take note of what the graph reads. Whether the first one holds is asked before each call of the
             graph, and counts as time of the graph.
         enter: takes the name of each stage when it begins.
 
@@ -121,13 +121,10 @@ def prepare(
         _check(model)
         enter("capture")
         traced = _captured(model, inputs, named, free, options, facts)
-        read = [tensor for _, tensor in tensors_of({"": traced})]
-        read += [
-            v for module in traced.modules() for v in vars(module).values() if isinstance(v, torch.Tensor)
-        ]
-        for state in states:
-            state.note_read(read)
+        reads = Reads(model, traced)
         made = _checked(model, traced, inputs, options, states[0].holds, enter, facts)
+        for state in states:
+            state.read |= reads.but_for(facts["assigned"])
     except Failed as error:
         raise error.__cause__ or error from None
     except Exception as error:  # the model can still run, and whoever reads the report can tell us

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.optimizing.inputs import has_own_kernels
+from fxopt.submodules import tensors_of
 from fxopt.torch_internals import (
     BUFFERS,
     DERIVED_FROM_GRAPH,
@@ -66,12 +67,10 @@ class State:
         self._memory = [t.detach() for t in self._placed]
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
         self.read: set[tuple[int, Any]] = set()
-        times = collections.Counter(
-            id(part) for each in found.values() if type(each) in _CONTAINERS for part in _parts(each).values()
-        )
-        self._twice = {
-            key for key, count in times.items() if count > 1 and isinstance(found.get(key), Tensor)
-        }
+        short = (each for each in found.values() if type(each) in _CONTAINERS and len(each) <= _LONGEST)
+        parts = (part for each in short for part in _parts(each).values())
+        times = collections.Counter(id(part) for part in parts if isinstance(part, Tensor))
+        self._twice = {key for key, count in times.items() if count > 1}
         self.forgive(model, places)
 
     def forgive(self, model: nn.Module, places: Collection[tuple[str, str]]) -> None:
@@ -90,14 +89,6 @@ class State:
         # Of all: graphs for other states of the model may make other changes.
         self._tensors = [tensor for tensor in self._held if id(tensor) not in left_out]
         self._written = sum(self._writes[id(tensor)] for tensor in self._tensors)
-
-    def note_read(self, tensors: Iterable[Tensor]) -> None:
-        """Note the tensors that a graph holds: of the attributes with their memory, it has the values of now."""
-        memory = {tensor.untyped_storage().data_ptr() for tensor in tensors if not has_own_kernels(tensor)}
-        for attributes in (each for each in self._dicts if MODULES in each):
-            held = {k: v for k, v in attributes.items() if type(v) is Tensor and not has_own_kernels(v)}
-            read = (key for key, value in held.items() if value.untyped_storage().data_ptr() in memory)
-            self.read |= {(id(attributes), key) for key in read}
 
     def note_left(self) -> None:
         """Note the numbers, flags and texts that a call has left in the attributes that the forward assigns."""
@@ -154,6 +145,32 @@ class State:
     def _is_alone(self, old: Any, new: Any) -> bool:
         """Tell whether one tensor was in one place, and the other in none: a forward may ask whether two are one."""
         return id(old) not in self._twice and id(new) not in self._writes
+
+
+class Reads:
+    """The attributes of modules whose values a graph holds, as they are when this is made: tensors with the memory of one of its own.
+
+    Args:
+        model: the model.
+        traced: its graph, before any pass.
+    """
+
+    def __init__(self, model: nn.Module, traced: nn.Module) -> None:
+        held = [tensor for _, tensor in tensors_of({"": traced})]
+        held += [v for module in traced.modules() for v in vars(module).values() if isinstance(v, Tensor)]
+        memory = {tensor.untyped_storage().data_ptr() for tensor in held if not has_own_kernels(tensor)}
+        self._modules = dict(model.named_modules())
+        self._found = {
+            (path, name)
+            for path, module in self._modules.items()
+            for name, value in vars(module).items()
+            if type(value) is Tensor and not has_own_kernels(value)
+            if value.untyped_storage().data_ptr() in memory
+        }
+
+    def but_for(self, assigned: Iterable[tuple[str, str]]) -> set[tuple[int, str]]:
+        """Those that calls do not assign, as `State.read` has them: one that they assign may be a view of a weight."""
+        return {(id(vars(self._modules[path])), name) for path, name in self._found - {*assigned}}
 
 
 class LeftByCalls:

@@ -184,3 +184,25 @@ def test_a_model_that_is_changed_while_its_second_graph_is_made(monkeypatch):
             found = fast(X[:rows])
             torch.testing.assert_close(found, model.forward(X[:rows]))
     assert model.factor == 3
+
+
+def test_a_forward_may_assign_a_view_of_a_buffer():
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("table", torch.rand(8, 4))
+
+        def forward(self, x):
+            self.rows = self.table[: x.shape[0]]
+            return self.linear(x) + self.rows
+
+    model = Views().eval()
+    fast, plain = fxopt.optimize(model, tune=False), copy.deepcopy(model)
+    with torch.no_grad():
+        model(X)
+        for rows in (3, 2, 3, 1, 2):
+            torch.testing.assert_close(fast(X[:rows]), plain(X[:rows]))
+            assert model.rows.shape == (rows, 4)
+    assert len(fast.report) == 2
+    assert not fast.report.fallbacks
