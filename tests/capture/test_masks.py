@@ -299,14 +299,14 @@ def test_positions_that_count_up_pack_no_sequences() -> None:
     """As in PaliGemma, whose attention declares not to be causal: without padding, the eager model leaves the mask out."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
     model = LlamaModel(config).double().eval()
     ids = torch.arange(14).reshape(2, 7)
     for is_causal in (True, False):
         for layer in model.layers:
             layer.self_attn.is_causal = is_causal
-        sizes = {"input_ids": {0: Dim.AUTO, 1: Dim.AUTO}, "use_cache": None}
+        sizes = {"input_ids": {1: Dim.AUTO}, "use_cache": None}
         traced = fxopt.trace(model, (), {"input_ids": ids, "use_cache": False}, dynamic_shapes=sizes)
         assert not any(node.target == "cumsum" for node in traced.graph.nodes)
         for given in (ids, ids[:, :3]):
@@ -354,6 +354,7 @@ def all_one(length: int) -> torch.Tensor:
     return torch.arange(1).expand(length)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize(
     "positions", [begun_anew, begun_anew_then_added, with_gaps, doubled, of_low_precision, all_one]
@@ -363,7 +364,7 @@ def test_positions_that_a_forward_makes_may_pack_sequences(
 ) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
     model = Packs(LlamaModel(config), positions).double().eval()
     ids = torch.arange(14).reshape(2, 7)
@@ -376,7 +377,7 @@ def test_positions_that_a_forward_makes_may_pack_sequences(
 def test_positions_that_are_given_may_pack_sequences() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
     model = LlamaModel(config).double().eval()
     ids, positions = torch.arange(14).reshape(2, 7), torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(2, 7)
