@@ -104,6 +104,10 @@ def hooks_a_module(gm, mul):
     gm.drop.register_forward_hook(lambda *args: None)
 
 
+def parametrizes(gm, mul):
+    nn.utils.parametrizations.weight_norm(gm.layer)
+
+
 def makes_a_node(gm, mul):
     with gm.graph.inserting_before(mul):
         gm.graph.call_function(torch.relu, (mul.args[0],))
@@ -132,6 +136,7 @@ def adds_a_buffer(gm, mul):
         (freezes, "requires_grad of layer.weight"),
         (sets_an_option, "the attribute p of drop"),
         (hooks_a_module, "the hooks of drop"),
+        (parametrizes, "the class of layer"),
         (makes_a_node, "the node relu, which it made"),
         (changes_a_node, "args of the node mul"),
         (adds_a_buffer, "changed number without"),
@@ -143,6 +148,7 @@ def test_a_change_without_the_rewriter_is_an_error_that_names_it(change, named, 
     with pytest.raises(PassError, match=named):
         pass_(graph_module, verify=verify)
     assert_round_trip(before, graph_module)
+    assert type(graph_module.layer) is nn.Linear
     assert fxopt.history(graph_module) == ()
     with pytest.raises(PassError, match=named):
         pass_.commit(graph_module)
@@ -165,19 +171,23 @@ def test_a_transform_that_fails_leaves_no_cast():
     assert_round_trip(before, graph_module)
 
 
-def test_the_output_is_not_erased():
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("output", "the output node cannot be erased"), ("mul", "mul cannot be erased: layer uses it")],
+)
+def test_what_is_used_is_not_erased(name, reason):
     class Erases(ReversibleRewrite):
         preserves_computation = True
 
         def match(self, graph_module):
-            yield graph_module.graph.output_node()
+            yield next(node for node in graph_module.graph.nodes if node.name == name)
 
         def apply(self, rewriter, node):
             rewriter.erase(node)
 
     graph_module = traced()
     before = copy.deepcopy(graph_module)
-    with pytest.raises(PassError, match="the output node cannot be erased"):
+    with pytest.raises(PassError, match=reason):
         Erases()(graph_module)
     assert_round_trip(before, graph_module)
 

@@ -30,7 +30,8 @@ class Mask:
         fill: the value that stands where `node` is `where`; None where `node` is added.
         where: at which elements of `node` the value stands.
         unless: why the attention cannot be one call if a row of scores is masked entirely; None where it can.
-        finite: whether such a row differs in its gradients alone, on the CPU.
+        least: the least number that it gives scores.
+        finite: whether such a row differs in its gradients alone.
     """
 
     node: Node
@@ -38,6 +39,7 @@ class Mask:
     fill: float | Node | None = None
     where: bool = True
     unless: str | None = None
+    least: float = 0.0
     finite: bool = False
 
 
@@ -53,18 +55,21 @@ class MaskReader:
     def __init__(self, index: GraphIndex, each_row_has_a_key: bool, inference: bool) -> None:
         self._index, self._inference = index, inference
         self._each_row_has_a_key = each_row_has_a_key
-        self._finite: set[Node] = set()
+        self._least = dict[Node, float]()
 
     def added(self, node: Node, step: Node) -> Mask:
         """The mask that a step adds."""
-        device, least = graph.value_of(step).device.type, -math.inf
-        unless: str | None = f"{node.name} may hold -inf: a row of it is NaN, and would be zeros"
-        if device != "cpu":
-            least = _LEAST_ELSEWHERE
+        least, device = self._least_in(node), graph.value_of(step).device.type
+        unless = None
+        if least <= _smallest_finite(device):
+            unless = f"{node.name} may hold -inf: a row of it is NaN, and would be zeros"
+            if device != "cpu":
+                unless = f"{node.name} may hold {_LEAST_ELSEWHERE:.1e} or less: kernels of {device} give zeros for a row of it"
+        elif least <= _LOSING_GRADIENTS and self._index.graph_module.training:
             unless = (
-                f"{node.name} may hold {least:.1e} or less: kernels of {device} give zeros for a row of it"
+                f"{node.name} may hold {least:.1e}: a row that is masked entirely would have other gradients"
             )
-        return Mask(node, step, unless=unless if self._may_hold(least, node) else None)
+        return Mask(node, step, unless=unless, least=least, finite=least > _smallest_finite(device))
 
     def filled(self, node: Node, step: Node, source: Node, fill: Any, where: bool = True) -> Mask:
         """The mask by which a step gives scores another value, which has to be so small that no score counts beside it."""
@@ -79,17 +84,23 @@ class MaskReader:
         unless = "in a row that is masked entirely, scores would have gradients that they do not have"
         if number == -math.inf:
             unless = "masked scores are -inf: a row that is masked entirely is NaN, and would be zeros"
-        return Mask(node, step, fill, where, unless, number > -math.inf)
+        finite = number > _smallest_finite(graph.value_of(step).device.type)
+        return Mask(node, step, fill, where, unless, number, finite)
 
     def check_rows(self, masks: Sequence[Mask], dtype: torch.dtype | None) -> None:
         """Raise an Obstacle if a row of scores may be masked entirely, where that matters."""
         reasons = [mask.unless for mask in masks if mask.unless]
         if masks and dtype == torch.float16:
             reasons.append("in float16, a row that is masked entirely would have other weights")
-        elif len(masks) == 1:  # two may leave a row no key together, and add up to -inf
-            on_cpu = graph.value_of(masks[0].step).device.type == "cpu"
-            no_matter = self._inference and masks[0].finite and on_cpu
+        elif len(masks) == 1:  # two may leave a row no key together
+            no_matter = self._inference and masks[0].finite
             reasons = [] if no_matter or (reasons and self._leaves_keys(masks[0])) else reasons
+        elif (
+            masks
+            and sum(mask.least / 2 for mask in masks)
+            < 0.51 * torch.finfo(graph.value_of(masks[0].step).dtype).min
+        ):
+            reasons.append("its masks may add up to -inf: a row of it is NaN, and would be zeros")
         if reasons and not self._each_row_has_a_key:
             raise Obstacle(f"{reasons[0]}. Where there is no such row, give each_row_has_a_key=True")
 
@@ -101,24 +112,25 @@ class MaskReader:
         if node not in self._constants or self._index.memory.written(node):
             return False
         value = computed_constant(self._index.graph_module, node, {})
-        hidden = value <= _LEAST_ELSEWHERE if mask.fill is None else value == mask.where
+        hidden = value <= _LOSING_GRADIENTS if mask.fill is None else value == mask.where
         return not bool(hidden.all(-1).any())
 
-    def _may_hold(self, least: float, mask: Node) -> bool:
-        """Tell whether the graph writes such a number or a smaller one into a mask, or makes it by a logarithm."""
-        made = {*graph.reached([mask], self._made_by)} - self._finite
-        for node in made:
-            found = graph.leaf_arguments(node)
-            if node.op == "get_attr":
-                found.append(attribute(self._index.graph_module, str(node.target)))
-            if any(_holds(each, least) for each in found) or name_of(node) in _LOGARITHMS:
-                return True
-        self._finite |= made
-        return False
+    def _least_in(self, mask: Node) -> float:
+        """The least number that the graph writes into a mask, -inf where it makes it by a logarithm; 0 where it writes none."""
+        if mask not in self._least:
+            made = graph.reached([mask], self._made_by)
+            self._least[mask] = min((self._least_of(node) for node in made), default=0.0)
+        return self._least[mask]
+
+    def _least_of(self, node: Node) -> float:
+        found = graph.leaf_arguments(node)
+        if node.op == "get_attr":
+            found.append(attribute(self._index.graph_module, str(node.target)))
+        return -math.inf if name_of(node) in _LOGARITHMS else min(map(_least, found), default=0.0)
 
     def _made_by(self, node: Node) -> tuple[Node, ...]:
-        """The values that a value of a mask comes from; none where it is known to be finite, or mixed of many."""
-        if node in self._finite or node.op == "call_module" or Fact.MIXES in facts_of(node):
+        """The values that a value of a mask comes from; none where it is mixed of many."""
+        if node.op == "call_module" or Fact.MIXES in facts_of(node):
             return ()
         return (*node.all_input_nodes, *self._index.memory.writers(node))
 
@@ -127,16 +139,24 @@ class MaskReader:
         return constants_of(self._index, freeze=self._inference)
 
 
-def _holds(value: object, least: float) -> bool:
-    if isinstance(value, Tensor) and value.is_floating_point() and not value.is_meta:
-        return bool((value <= least).any())
-    return isinstance(value, float) and value <= least
+def _least(value: object) -> float:
+    if isinstance(value, Tensor) and value.is_floating_point() and not value.is_meta and value.numel():
+        return float(value.detach().min())
+    return value if isinstance(value, float) else 0.0
+
+
+def _smallest_finite(device: str) -> float:
+    """The largest number that the kernels of a device take for -inf."""
+    return -math.inf if device == "cpu" else _LEAST_ELSEWHERE
 
 
 _LOGARITHMS = ("log", "log2", "log10", "log1p", "logit", "logsumexp", "log_softmax", "log_sigmoid")
 
 _LEAST_ELSEWHERE = torch.finfo(torch.float32).min / 2
 """Memory-efficient kernels multiply masks by log2(e), and so make -inf of float32's least number."""
+
+_LOSING_GRADIENTS = -1e4
+"""The backward of the kernels takes each weight from a score and the logarithm of the row's sum, which is lost beside such scores."""
 
 _SMALLEST = torch.finfo(torch.bfloat16).min
 """The value that masks with at most: a score that is added to it is lost in rounding, in every dtype but float16."""

@@ -121,6 +121,8 @@ class Rewriter:
         check_nodes(self.graph, node)
         if node.op == "output":
             raise PassError("the output node cannot be erased: the graph would return None")
+        if node.users:
+            raise PassError(f"{node.name} cannot be erased: {next(iter(node.users)).name} uses it")
         edit = NodeEdit(node.name, NodeState.of(node), None, node.prev.name, node.meta)
         self.graph.erase_node(node)
         self.log.append(edit)

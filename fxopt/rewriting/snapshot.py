@@ -70,6 +70,7 @@ class _Module(NamedTuple):
 
     path: str
     module: nn.Module
+    kind: type
     attributes: dict[str, Any]
     contents: dict[str, Any]
 
@@ -79,7 +80,7 @@ class _Module(NamedTuple):
         # Those of scripted modules are no dicts, but views of C++ objects. Most are empty, and many copies are slow to collect.
         kept = ((name, attributes.get(name)) for name in _KEPT)
         contents = {name: each.copy() for name, each in kept if each and isinstance(each, dict | set)}
-        return cls(path, module, attributes, contents)
+        return cls(path, module, type(module), attributes, contents)
 
     def held(self) -> Iterator[tuple[str, Any]]:
         """The modules, parameters and buffers that it held, by qualified name."""
@@ -95,6 +96,8 @@ class _Module(NamedTuple):
     def changes(self) -> Iterator[str]:
         """The modules, parameters and buffers that are not what they were, by qualified name; of hooks and options, a text."""
         now, owner = vars(self.module), self.path or "the graph module"
+        if type(self.module) is not self.kind:  # parametrizations set it
+            yield f"the class of {owner}"
         for name in _KEPT:
             held, before = now.get(name), self.contents.get(name, {})
             held = held if isinstance(held, dict) else {}
@@ -108,6 +111,8 @@ class _Module(NamedTuple):
                 yield f"the attribute {name} of {owner}"
 
     def put_back(self) -> None:
+        if type(self.module) is not self.kind:
+            self.module.__class__ = self.kind
         now = vars(self.module)
         for name in [name for name in now if name[0] != "_" and name not in self.attributes]:
             del now[name]

@@ -156,3 +156,13 @@ def test_a_mapping_gets_the_items_that_the_forward_sets(kind, random):
         for name in wanted:
             torch.testing.assert_close(given[name], wanted[name], atol=1e-5, rtol=1e-5)
     assert (reasons(fast)[0] is None) is not random
+
+
+@torch.no_grad()
+def test_outputs_have_the_layout_that_the_model_gives_them():
+    model = randomise(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval())
+    fast, image = fxopt.optimize(model, tune=False), torch.randn(2, 3, 8, 8)
+    for x in (image, image.to(memory_format=torch.channels_last), image, image[:1, :, 1:]):
+        assert fast(x).stride() == model(x).stride()
+        torch.testing.assert_close(fast(x), model(x), atol=1e-5, rtol=1e-5)
+    assert set(reasons(fast)) == {None}

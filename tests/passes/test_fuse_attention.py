@@ -212,6 +212,24 @@ def test_masks(name):
         assert expected.isfinite().all()
 
 
+@pytest.mark.parametrize("least", [-1e4, MIN])
+def test_in_training_mode_a_row_that_is_masked_entirely_keeps_its_gradients(least):
+    model = Attends(
+        lambda m, q, k, v, p: (scores(q, k) / 2 + torch.where(p, 0.0, least)).softmax(-1) @ v
+    ).train()
+    refused(FuseAttention(), model, X, PADDING, reason="would have other gradients", trace=fxopt_trace)
+    for pass_ in (FuseAttention(each_row_has_a_key=True), FuseAttention(inference=True)):
+        assert pass_.explain(fxopt_trace(model, [X, PADDING])).sites
+
+
+def test_two_masks_may_leave_a_row_without_a_number():
+    model = Attends(
+        lambda m, q, k, v, p: (scores(q, k) / 2 + additive(p) + additive(m.bias > 0)).softmax(-1) @ v
+    ).eval()
+    refused(FuseAttention(inference=True), model, X, PADDING, reason="add up to -inf", trace=fxopt_trace)
+    assert FuseAttention(each_row_has_a_key=True).explain(fxopt_trace(model, [X, PADDING])).sites
+
+
 REFUSED = {
     "rows with gaps": (
         lambda m, q, k, v: scores(q.mT.contiguous().mT, k).softmax(-1) @ v,
