@@ -24,8 +24,8 @@ class FoldNormWeights(Folding):
 
     The normalization stays, without a weight. All that use its output must be `torch.nn.Linear` layers; new ones take
     the place of the old ones, which stay as they are, and have a bias where the normalization has one. Where a model
-    writes its normalization itself, `FoldScaleAndShift` does the same. Undoing, its memory and what it refuses are as
-    those of `FoldBatchNorms`.
+    writes its normalization itself, `FoldScaleAndShift` does the same. Training of a weight that is folded into a
+    frozen layer ends here. Undoing, its memory and what it refuses are as those of `FoldBatchNorms`.
 
     Args:
         reversible: `False` keeps no copies; then the pass cannot be undone.
