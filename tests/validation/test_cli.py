@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import re
 
+import pyarrow as pa
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -164,6 +165,16 @@ def test_a_run_with_failures_is_no_baseline(runs, call, tmp_path):
     assert result.exit_code == 2
     assert "1 case failed" in result.stderr
     assert not (tmp_path / "baseline").exists()
+
+
+def test_rows_of_two_commits_are_no_baseline(make_records, run, call, tmp_path):
+    table = store.table_of(make_records(0), run)
+    commits = pa.array(["acf9a7c1", *["b0bb1e00"] * (table.num_rows - 1)])
+    mixed = table.set_column(table.column_names.index("commit"), "commit", commits)
+    store.write_table(mixed, tmp_path / "latest")
+    result = call("baseline", tmp_path / "latest", "--directory", tmp_path / "baseline")
+    assert result.exit_code == 2
+    assert "its rows differ in commit (acf9a7c1, b0bb1e00)" in result.stderr
 
 
 def test_without_a_baseline_accept_says_how_there_is_one(runs, call, tmp_path):

@@ -93,6 +93,26 @@ def test_a_run_of_a_part_takes_the_place_of_its_own_cases_and_is_no_night(record
     assert set(store.history(tmp_path / "history")["run"]) == {run.id}
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("commit", "b0bb1e00", "commit (acf9a7c1, b0bb1e00)"),
+        ("torch", "2.14.0", "torch (2.13.0, 2.14.0)"),
+        ("options", " --zoo other.yaml", "options (none, --zoo other.yaml)"),
+    ],
+)
+def test_a_part_of_another_commit_leaves_the_last_run_alone(field, value, told, records, run, tmp_path):
+    run = dataclasses.replace(run, plan=store.plan_of([record.case.id for record in records]))
+    written(records, run, tmp_path)
+    before = {file: file.read_bytes() for file in (tmp_path / "latest").rglob("*.*")}
+    old = dataclasses.replace(run, started=run.started + datetime.timedelta(days=1), **{field: value})
+    done = written([records[0]], old, tmp_path, [records[0].case.id])
+    assert {file: file.read_bytes() for file in (tmp_path / "latest").rglob("*.*")} == before
+    assert store.read_run(tmp_path / "part")["id"].tolist() == [records[0].case.id]
+    text = report.terminal_summary(store.read_run(tmp_path / "part"), done.files, done.since, done.stays)
+    assert f"latest stays: it and this part differ in {told}" in text
+
+
 def test_a_run_of_a_part_says_so(records, run, tmp_path):
     planned = [record.case.id for record in records]
     part = dataclasses.replace(run, plan=store.plan_of(planned))

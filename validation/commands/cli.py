@@ -133,6 +133,8 @@ def baseline_command(
         if lacking := store.missing(table):
             text = f"which lacks {counted(lacking, 'planned case')}; `fxopt merge` joins parts"
             raise store.ReportError(f"{run}: a part of a run, {text}")
+        if unlike := store.unlike(table):
+            raise store.ReportError(f"{run}: its rows differ in {unlike}; a whole run has one of each")
         directory.mkdir(parents=True, exist_ok=True)
         file = directory / ("architectures.parquet" if sweep else "records.parquet")
         store.replace(file, store.file_of(run).read_bytes())
@@ -167,7 +169,7 @@ def _beside(run: Path) -> Path:
 
 
 def _say_what_is_written(table: pd.DataFrame, written: report.Written) -> None:
-    typer.echo(report.terminal_summary(table, written.files, written.since))
+    typer.echo(report.terminal_summary(table, written.files, written.since, written.stays))
     for problem in written.problems:
         typer.echo(f"error: {problem}", err=True)
     if written.problems:

@@ -32,6 +32,8 @@ class Written:
     files: list[Path] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
     since: headline.Since | None = None  # what changed
+    directory: Path = Path()  # of the table and its views
+    stays: str = ""  # why the last run stays, and where this part is
 
     def attempt(self, what: Path, write: Callable[[], T]) -> T | None:
         """Whatever goes wrong with one file is no reason to lose the others."""
@@ -48,7 +50,8 @@ def write_run(table: pa.Table, directory: Path, planned: Collection[str] | None 
     """Adds a run to `directory/history` and makes it `directory/latest`: its table first, then the views of it.
 
     A run of a part stays out of the history, and takes the place of its own cases in `latest` alone; others stay there
-    that are still `planned`, or all where that is not known. A sweep has a directory of its own, `directory/architectures`, in the place of `latest`.
+    that are still `planned`, or all where that is not known. A part of another commit, other versions or another zoo goes to
+    `directory/part`, and `latest` stays. A sweep has a directory of its own, `directory/architectures`, in the place of `latest`.
     """
     written, frame, history = Written(), table.to_pandas(), directory / "history"
     latest = directory / ("architectures" if headline.is_sweep(frame) else "latest")
@@ -56,10 +59,15 @@ def write_run(table: pa.Table, directory: Path, planned: Collection[str] | None 
         written.attempt(history, lambda: store.append_history(table, history))
     elif store.file_of(latest).is_file():
         earlier = written.attempt(latest, lambda: store.read_table(latest))
-        if earlier is not None:
+        if earlier is not None and (unlike := store.unlike(earlier, table)):
+            part = directory / "part"
+            written.stays = f"{latest} stays: it and this part differ in {unlike}. This part is in {part}."
+            latest = part
+        elif earlier is not None:
             if planned is not None:
                 earlier = earlier.filter(pc.is_in(earlier["id"], pa.array(sorted(planned), pa.string())))
             table = store.merge([earlier, table])
+    written.directory = latest
     written.attempt(latest, lambda: store.write_table(table, latest))
     return write_views(table.to_pandas(), latest, history, written)
 
@@ -101,14 +109,14 @@ def _write(file: Path, view: Callable[[], str]) -> Path:
 
 
 def terminal_summary(
-    table: pd.DataFrame, files: Sequence[Path] = (), since: headline.Since | None = None
+    table: pd.DataFrame, files: Sequence[Path] = (), since: headline.Since | None = None, stays: str = ""
 ) -> str:
     """The causes of regressions or failures, the pages, and last what the run found, as plain text."""
     # Those of a part are its own: the views also hold what was not run again.
     whole = since if since and not store.missing(table) else headline.since(table, [])
     numbers = architectures.summary(table).to_string(index=False) if headline.is_sweep(table) else ""
     ends = [*(str(file) for file in files if file.name in PAGES), headline.verdict(table)]
-    parts = [worse_lines(whole), [numbers], headline.not_run(table), ends]
+    parts = [worse_lines(whole), [numbers], headline.not_run(table), [stays], ends]
     return "\n\n".join(filter(None, map("\n".join, parts)))
 
 

@@ -145,12 +145,14 @@ class Controller:
             table = store.table_of(records, self._journal.run)
             written = report.write_run(table, self.directory, self.planned)
             whole = self._records.keys() >= {*self.planned}
-            written.files += repro.write(records, self.directory / "latest" / repro.FOLDER, whole)
+            written.files += repro.write(records, written.directory / repro.FOLDER, whole)
         except Exception as error:  # the records are safe: nothing here is worth losing them
             self._problems.append(f"no report was written: {error_text(error)}")
         else:
             self._problems += written.problems
-            self._message = report.terminal_summary(table.to_pandas(), written.files, written.since)
+            self._message = report.terminal_summary(
+                table.to_pandas(), written.files, written.since, written.stays
+            )
         if self._problems:
             self._problems.append(f"all records are in {self._journal.file}: `fxopt merge` takes it")
             session.exitstatus = pytest.ExitCode.USAGE_ERROR

@@ -5,7 +5,18 @@ from __future__ import annotations
 from .journal import Journal
 from .past import accept, append_history, history, read_run, read_table, write_table
 from .provenance import Run, version
-from .table import COLUMNS, ReportError, file_of, measurements_of, merge, missing, plan_of, replace, table_of
+from .table import (
+    COLUMNS,
+    ReportError,
+    file_of,
+    measurements_of,
+    merge,
+    missing,
+    plan_of,
+    replace,
+    table_of,
+    unlike,
+)
 
 __all__ = [
     "COLUMNS",
@@ -24,6 +35,7 @@ __all__ = [
     "read_table",
     "replace",
     "table_of",
+    "unlike",
     "version",
     "write_table",
 ]

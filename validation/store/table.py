@@ -106,6 +106,21 @@ def merge(tables: Sequence[pa.Table]) -> pa.Table:
     return stamped(joined.take(pa.array(chosen.index)))
 
 
+SHARED = ("commit", "python", "torch", "transformers", "fxopt", "options")
+"""The columns in which the rows of one report have to agree."""
+
+
+def unlike(*tables: pa.Table | pd.DataFrame) -> str:
+    """The columns of `SHARED` in which the rows of some tables differ, with the values; empty where they agree."""
+    found = {
+        name: {str(value).strip(): 0 for each in tables for value in each[name].unique()} for name in SHARED
+    }
+    differ = {name: values for name, values in found.items() if len(values) > 1}
+    return ", ".join(
+        f"{name} ({', '.join(each or 'none' for each in values)})" for name, values in differ.items()
+    )
+
+
 def measurements_of(table: pd.DataFrame) -> list[str]:
     """The names of the measurements of a run: every column of numbers that not all runs have."""
     others = [name for name in table.columns if name not in COLUMNS]
