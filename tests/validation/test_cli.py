@@ -80,6 +80,33 @@ def test_merge_joins_parts_and_is_a_night_when_they_are_the_whole(make_records, 
         assert len(store.history(out / "history")) == len(records)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("commit", "b0bb1e00", "commit (acf9a7c1, b0bb1e00)"),
+        ("torch", "2.14.0", "torch (2.13.0, 2.14.0)"),
+        ("options", " --zoo other.yaml", "options (none, --zoo other.yaml)"),
+    ],
+)
+def test_merge_refuses_parts_of_two_commits(field, value, told, make_records, run, call, tmp_path):
+    records = make_records(0)
+    for number, made in enumerate((run, dataclasses.replace(run, **{field: value}))):
+        store.write_table(store.table_of(records[number::2], made), tmp_path / str(number))
+    result = call("merge", tmp_path / "0", tmp_path / "1", "--output", tmp_path / "out")
+    assert result.exit_code == 2
+    assert f"these runs differ in {told}" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_merge_names_all_machines(make_records, run, call, tmp_path):
+    other = dataclasses.replace(run, devices={"cpu": "Other CPU"})
+    for number, made in enumerate((run, other)):
+        store.write_table(store.table_of(make_records(0)[number::2], made), tmp_path / str(number))
+    assert call("merge", tmp_path / "0", tmp_path / "1", "--output", tmp_path / "out").exit_code == 0
+    page = (tmp_path / "out/latest/summary.md").read_text()
+    assert "cpu: Example CPU, 2 cores and Other CPU; cuda: Example GPU" in page
+
+
 def test_a_merged_run_is_not_compared_with_itself(make_records, run, call, tmp_path):
     records = [dataclasses.replace(record, outcome=Outcome.FAIL) for record in make_records(0)]
     plan = store.plan_of([record.case.id for record in records])

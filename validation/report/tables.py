@@ -26,7 +26,9 @@ def errors_of(table: pd.DataFrame) -> list[str]:
 
 def conditions(table: pd.DataFrame) -> dict[str, str]:
     """The versions, devices and times of a run; of several runs whose cases stand together, all of it."""
-    devices = table.groupby("device")["device_name"].first()
+    devices = table.groupby("device")["device_name"].agg(
+        lambda names: " and ".join(sorted({*filter(None, names)}))
+    )
     shared = ("run", "commit", "python", "torch", "transformers", "fxopt", "threads")
     found = {name: ", ".join(str(v) for v in table[name].unique() if str(v)) or "unknown" for name in shared}
     return found | {

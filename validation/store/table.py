@@ -93,7 +93,10 @@ def table_of(records: Sequence[Record], run: Run) -> pa.Table:
 
 
 def merge(tables: Sequence[pa.Table]) -> pa.Table:
-    """One table of several: of each case the row that started last, so that merging it again changes nothing."""
+    """One table of several: of each case the row that started last, so that merging it again changes nothing.
+
+    Raises `ReportError` for runs of several commits, versions or zoos.
+    """
     try:
         joined = pa.concat_tables(
             [table.replace_schema_metadata() for table in tables], promote_options="default"
@@ -101,6 +104,10 @@ def merge(tables: Sequence[pa.Table]) -> pa.Table:
     except pa.ArrowTypeError as error:
         text = f"one of these runs was written by another version of the harness ({first_line(error)}): move it away"
         raise ReportError(text) from error
+    if differing := unlike(joined):
+        raise ReportError(
+            f"these runs differ in {differing}: only those of one commit, versions and zoo are joined"
+        )
     rows = joined.select(["id", "started"]).to_pandas().sort_values("started", kind="stable")
     chosen = rows.drop_duplicates("id", keep="last").sort_values("id", kind="stable")
     return stamped(joined.take(pa.array(chosen.index)))
