@@ -47,6 +47,7 @@ class Cause:
         cases: how many.
         since: the commits of the last run without it and of the first one with it, or empty.
         command: runs one of the cases.
+        bisects: whether its exit status tells a good commit from a bad one.
     """
 
     text: str
@@ -54,6 +55,7 @@ class Cause:
     cases: int
     since: str
     command: str
+    bisects: bool
 
 
 def causes(
@@ -165,7 +167,8 @@ def _cause(group: Sequence[_Change], since: Mapping[Identity, str]) -> Cause:
     cases = len({each.id for each in group})
     came = since.get((first.kind, first.id, first.metric), "")
     came = first.explanation if first.kind == "latency" else came  # it is seen later than it comes
-    return Cause(one_line(" ".join(_text(first, others, models))), models, cases, came, command)
+    text = one_line(" ".join(_text(first, others, models)))
+    return Cause(text, models, cases, came, command, first.after in FAILING)
 
 
 def _text(first: _Change, others: Sequence[_Change], models: tuple[str, ...]) -> Iterator[str]:

@@ -166,6 +166,10 @@ def elsewhere(since: Since) -> str:
     return text if {"device_name", "threads"} & {*changed} else ""
 
 
+BISECTED = "sh -c 'COMMAND; s=$?; [ $s -gt 1 ] && exit 125; exit $s'"
+"""The command of a cause as `git bisect` takes it: a commit that cannot run the case is skipped."""
+
+
 def to_do(since: Since) -> str:
     """The next steps, in a sentence each; empty where there are none."""
     if not since.causes or not since.run:
@@ -173,13 +177,18 @@ def to_do(since: Since) -> str:
     accept = "A change that is right: `fxopt accept CASE_OR_MODEL --reason ...`."
     numbers: dict[str, list[str]] = {}
     for number, cause in enumerate(since.causes, 1):
-        if ".." in cause.since and "-dirty" not in cause.since and "unknown" not in cause.since:
+        if (
+            cause.bisects
+            and ".." in cause.since
+            and "-dirty" not in cause.since
+            and "unknown" not in cause.since
+        ):
             numbers.setdefault(cause.since, []).append(str(number))
     steps = []
     for commits, own in numbers.items():
         good, _, bad = commits.partition("..")
-        of = f" of {', '.join(own)}" if len(numbers) > 1 else ""
-        steps.append(f"The commit{of}: `git bisect start {bad} {good}`, then `git bisect run COMMAND`.")
+        of = f" of {', '.join(own)}" if len(own) < len(since.causes) else ""
+        steps.append(f"The commit{of}: `git bisect start {bad} {good}`, then `git bisect run {BISECTED}`.")
     return " ".join([*steps, accept])
 
 
