@@ -104,11 +104,11 @@ def test_what_dies_hangs_or_fails_is_a_row_and_the_run_goes_on(harness: Harness)
     assert dict(zip(compared.index, zip(compared.outcome, compared.stage, strict=True), strict=True)) == {
         "segfault": ("crash", "capture"),
         "exit": ("crash", "capture"),
-        "systemexits": ("error", "capture"),
+        "systemexits": ("error", "run the model"),
         "hang": ("timeout", "capture"),
         "hanginc": ("timeout", "capture"),
         "memory": ("out-of-memory", "run the model"),
-        "error": ("error", "capture"),
+        "error": ("error", "run the model"),
         "good": ("pass", ""),
     }
     assert "was ended by SIGSEGV, in before (faulty_models.py" in compared.reason["segfault"]

@@ -39,6 +39,15 @@ def test_an_error_is_a_record_with_its_stage_place_and_pass() -> None:
     assert "planted.py" in record.reason
 
 
+@pytest.mark.parametrize("check", [Check.EQUIVALENCE, Check.LATENCY, Check.OPTIMIZE, Check.PARITY])
+def test_a_model_that_raises_by_itself_ends_before_its_capture(check: Check) -> None:
+    made = Runner([entry(inputs={"x": {"shape": [5, 3]}})], {"Inverse": Inverse()})
+    pipeline = {Check.OPTIMIZE: ("optimize",), Check.PARITY: ()}.get(check, ("Inverse",))
+    record = made.run(Case("net", pipeline, "cpu", check))
+    assert (record.outcome, record.stage) == (Outcome.ERROR, "run the model")
+    assert record.reason.startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+
+
 def test_a_failed_comparison_is_a_failure_and_no_error() -> None:
     record = runner(BadReverse)(Check.ROUND_TRIP)
     assert (record.outcome, record.stage) == (Outcome.FAIL, "reverse")

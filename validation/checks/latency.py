@@ -95,7 +95,7 @@ def measure(subject: Subject) -> Measured:
                 subject.enter("prepare")
                 run = make()  # with gradients: some models are trained when they are made
                 if run is not None:
-                    subject.enter(f"time {arm}")
+                    subject.enter("run the model" if arm == EAGER else f"time {arm}")
                     with torch.no_grad():
                         run()
                         runs[arm], memory[arm] = run, peak_mb(run, subject.device)

@@ -43,7 +43,9 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         fast: Any = fxopt.optimize(model, kwargs=inputs, **options)
         report = fast.report[-1]
         for given in (inputs, {name: value.flip(0) for name, value in inputs.items()}):
-            expected, actual = subject.run(model, dtype, given), subject.run(fast, dtype, given)
+            with subject.entering("run the model"):
+                expected = subject.run(model, dtype, given)
+            actual = subject.run(fast, dtype, given)
             compare(expected, actual)  # raises where the structures differ
             measured["cosine"] = min(measured["cosine"], cosine_similarity(expected, actual))
             measured["relative_error"] = max(measured["relative_error"], norm_error(expected, actual))

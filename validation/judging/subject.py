@@ -196,7 +196,12 @@ class Subject:
         with self.entering("capture"), torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(0)
             if given:
-                return capture(self.entry, model, self.inputs(dtype))
+                try:
+                    return capture(self.entry, model, self.inputs(dtype))
+                except (Exception, SystemExit):  # perhaps of the model itself, which then raises here
+                    with self.entering("run the model"):
+                        self.run(model, dtype)
+                    raise
             tried = [first] if first else ways(build.free_sizes(self.entry, self.model(torch.float32)))
             return capture_first(model, lambda: self.inputs(dtype), tried)
 
