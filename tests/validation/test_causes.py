@@ -196,6 +196,15 @@ def test_a_run_of_another_machine_says_what_is_not_compared(run):
     )
 
 
+def test_a_new_model_that_fails_is_named_so_without_commits(run):
+    good = night(run, 0)
+    since = headline.since(night(run, 1, not_captured), [good[good["model"] != "bert"]])
+    (cause,) = since.causes
+    assert cause.text.startswith("New, and fails: bert is not captured: the value of")
+    assert headline.told(cause) == "10 cases of 1 model"
+    assert "bisect" not in headline.to_do(since)
+
+
 def test_a_busy_machine_is_told(run):
     table = night(run, 0).assign(busy_percent=50.0)
     assert "The machine was busy in the time measurements of 3 models" in headline.not_run(table)[0]

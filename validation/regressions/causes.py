@@ -168,6 +168,8 @@ def _cause(group: Sequence[_Change], since: Mapping[Identity, str]) -> Cause:
     came = since.get((first.kind, first.id, first.metric), "")
     came = first.explanation if first.kind == "latency" else came  # it is seen later than it comes
     text = one_line(" ".join(_text(first, others, models)))
+    if since and first.kind == "new failure":
+        text, came = f"New, and fails: {text}", ""
     return Cause(text, models, cases, came, command, first.after in FAILING)
 
 
