@@ -205,6 +205,16 @@ def test_a_new_model_that_fails_is_named_so_without_commits(run):
     assert "bisect" not in headline.to_do(since)
 
 
+def test_of_two_runs_of_one_commit_the_versions_changed(run):
+    good = night(run, 0)
+    for version, changed in (("2.14.0", "torch (2.13.0, 2.14.0)"), ("2.13.0", "no version")):
+        bad = night(dataclasses.replace(run, torch=version), 1, wrong).assign(commit="c0ffee00")
+        since = headline.since(bad, [good])
+        assert f"both runs are of commit c0ffee00: {changed} changed" in headline.told(since.causes[0])
+        assert "bisect" not in headline.to_do(since)
+        assert ("torch 2.13.0 → 2.14.0" in headline.elsewhere(since)) == (version == "2.14.0")
+
+
 def test_a_busy_machine_is_told(run):
     table = night(run, 0).assign(busy_percent=50.0)
     assert "The machine was busy in the time measurements of 3 models" in headline.not_run(table)[0]

@@ -12,9 +12,9 @@ import pandas as pd
 from ..records import FAILING, WORST_FIRST, Outcome, counted
 from ..regressions import trend
 from ..regressions.causes import Cause, Identity, causes, failures
-from ..regressions.compare import CHANGE, compare
+from ..regressions.compare import CHANGE, MACHINE, compare
 from ..regressions.metric import BUSY, MOST_BUSY
-from ..store import ReportError, missing, read_run
+from ..store import ReportError, missing, read_run, unlike
 from ..zoo.sources import SOURCE
 
 
@@ -160,10 +160,15 @@ NO_RUN = "There is no earlier run to compare with"
 
 
 def elsewhere(since: Since) -> str:
-    """A sentence where the last good run was made on another machine, else empty."""
-    changed = since.changes[since.changes["kind"] == "environment"]["id"]
+    """A sentence where the last good run was made on another machine, and one where with other versions."""
+    changed = since.changes[since.changes["kind"] == "environment"].set_index("id")
     text = "The last good run was on another machine: times, memory and kernels are not compared."
-    return text if {"device_name", "threads"} & {*changed} else ""
+    versions = changed.drop(index=MACHINE, errors="ignore")
+    named = ", ".join(
+        f"{name} {old} → {new}" for name, old, new in versions[["before", "after"]].itertuples()
+    )
+    told = text if len(versions) < len(changed) else "", f"Since the last good run: {named}." if named else ""
+    return " ".join(filter(None, told))
 
 
 BISECTED = "sh -c 'COMMAND; s=$?; [ $s -gt 1 ] && exit 125; exit $s'"
@@ -194,13 +199,19 @@ def to_do(since: Since) -> str:
 
 def told(cause: Cause) -> str:
     """The number of cases and models of a cause, and the commits between which it came."""
-    between = f", since {cause.since}" if cause.since else ""
-    return f"{counted(cause.cases, 'case')} of {counted(len(cause.models), 'model')}{between}"
+    came = f", {'since ' * ('..' in cause.since)}{cause.since}" if cause.since else ""
+    return f"{counted(cause.cases, 'case')} of {counted(len(cause.models), 'model')}{came}"
 
 
 def between(good: pd.DataFrame, bad: pd.DataFrame) -> str:
-    """The commits of a good run and of the first bad one, of which the latter or one between them is the cause."""
-    return "..".join(dict.fromkeys((commit_of(good), commit_of(bad))))
+    """The commits of a good run and of the first bad one, of which the latter or one between them is the cause.
+
+    Of two runs of one commit, what else changed.
+    """
+    commits = commit_of(good), commit_of(bad)
+    if commits[0] != commits[1]:
+        return "..".join(commits)
+    return f"both runs are of commit {commits[0]}: {unlike(good, bad) or 'no version'} changed"
 
 
 def commit_of(table: pd.DataFrame) -> str:
