@@ -144,6 +144,7 @@ def test_slower_graphs_of_optimize_are_one_line_with_the_commits_of_their_first_
     assert "optimize, optimize_int8, latency ratio: 0.500 → 0.650 (+30%) in bert" in slower.text
     assert (failing.since, slower.since) == ("c0ffee05..c0ffee06", "c0ffee03..c0ffee04")
     assert "The commit of 1: `git bisect start c0ffee06 c0ffee05`" in headline.to_do(since)
+    assert "(commit c0ffee03)" in headline.got_worse(since), "the last night before the slower ones"
     assert "c0ffee04" not in headline.to_do(since)
 
 

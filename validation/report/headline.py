@@ -101,11 +101,19 @@ def since(table: pd.DataFrame, runs: list[pd.DataFrame]) -> Since:
     if not runs:
         changes = failures(table)
         return Since("", "", changes, causes(changes, table))
+    tables = [*runs, table]
+    found = trend.latencies(tables)
+    slower = min((_first(tables, run) for run in found.loc[found["change"] > 0, "since"]), default=len(runs))
     good, bad = runs[0], list[pd.DataFrame]()
-    for run in runs[1:]:
-        worse = compare(good, run)["regression"].any()
+    for number, run in enumerate(runs[1:], 1):
+        worse = number >= slower or compare(good, run)["regression"].any()
         good, bad = (good, [*bad, run]) if worse else (run, [])
-    return compared(good, table, latency_changes([*runs, table]), bad)
+    return compared(good, table, _latency_changes(tables, found), bad)
+
+
+def _first(tables: list[pd.DataFrame], run: str) -> int:
+    """Which of some tables is the first with rows of a run."""
+    return [run in {*table["run"]} for table in tables].index(True)
 
 
 def compared(
@@ -130,12 +138,11 @@ def compared(
     return Since(str(good["run"].iloc[0]), commit_of(good), changes, causes(changes, table, good, came))
 
 
-def latency_changes(tables: list[pd.DataFrame]) -> pd.DataFrame:
-    """The latencies that changed for good by the last of some runs, as changes; each is explained by its commits."""
-    runs = [str(table["run"].max()) for table in tables]
+def _latency_changes(tables: list[pd.DataFrame], found: pd.DataFrame) -> pd.DataFrame:
+    """The latencies of `trend.latencies` that changed for good, as changes; each is explained by its commits."""
     rows = []
-    for case, _, since, was, now, change in trend.latencies(tables).itertuples(index=False, name=None):
-        at = runs.index(since)
+    for case, _, since, was, now, change in found.itertuples(index=False, name=None):
+        at = _first(tables, since)
         commits = between(tables[at - 1], tables[at])
         rows.append((change > 0, "latency", case, trend.LATENCY, f"{was:.3f}", f"{now:.3f}", commits))
     return pd.DataFrame(rows, columns=CHANGE).astype({"regression": bool})
