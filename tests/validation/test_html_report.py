@@ -86,6 +86,7 @@ const press = (selector) => document.querySelector(selector).click();
   tell("axes", document.querySelectorAll("#view .axis").length);
   press('[data-view="cases"]');
   tell("first", text("#view tbody td:first-child").slice(0, 2));
+  tell("chips", text("#outcomes button"));
   press("#outcomes .failing");
   tell("hidden", text("#view .badge.failing"));
   const search = document.getElementById("search");
@@ -161,6 +162,8 @@ def test_clicks_in_a_browser(width, records, run, tmp_path, later):
     single = ran[~ran["pipeline"].str.contains("+", regex=False)]
     assert told["rows"] == single["latency_ratio"].notna().sum()
     assert told["axes"] == 1
+    counts = single["outcome"].value_counts()
+    assert sorted(told["chips"]) == sorted(f"{outcome} {count}" for outcome, count in counts.items())
     assert all(outcome in ("crash", "fail", "error", "timeout", "out-of-memory") for outcome in told["first"])
     assert told["first"][0] not in told["hidden"]
     assert told["hidden"]

@@ -89,15 +89,21 @@ function chosen() {
     (cell) =>
       (!state.device || cell.device === state.device) &&
       (state.pairs || !cell.pipeline.includes("+")) &&
-      !state.hidden.has(cell.verdict) &&
       terms.every((term) => fits(cell, term)),
   );
 }
 
+// What a row of a view is, where it is no cell.
+const ROWS = {
+  latency: (found) => found.filter((cell) => typeof number(cell, "latency_ratio") === "number"),
+  cases: (found) => found.flatMap((cell) => cell.cases),
+};
+
 function draw() {
-  const found = chosen();
+  const rows = ROWS[state.view]?.(chosen()) ?? chosen();
   const counts = new Map();
-  for (const cell of found) counts.set(cell.verdict, (counts.get(cell.verdict) ?? 0) + 1);
+  for (const { outcome } of rows) counts.set(outcome, (counts.get(outcome) ?? 0) + 1);
+  const found = rows.filter(({ outcome }) => !state.hidden.has(outcome));
   for (const button of document.querySelectorAll("#views button")) button.setAttribute("aria-selected", button.dataset.view === state.view);
   at("outcomes").replaceChildren(
     ...data.worst.filter((outcome) => counts.has(outcome) || state.hidden.has(outcome)).map((outcome) =>
@@ -135,7 +141,7 @@ const VIEWS = {
   },
   pipelines(found, most, into) {
     const rows = sorted(found).slice(0, most).map((cell) => [
-      link(`${cell.model} · ${label(cell.pipeline)}`, () => open(cell)), badge(cell.verdict), shown(number(cell, "sites")),
+      link(`${cell.model} · ${label(cell.pipeline)}`, () => open(cell)), badge(cell.outcome), shown(number(cell, "sites")),
       shown(number(cell, "relative_error_float64") ?? number(cell, "relative_error")), shown(number(cell, "agreement")),
       make("span", { class: effect(cell) }, shown(number(cell, "latency_ratio"))), shown(number(cell, "latency_transformed_ms")), shown(number(cell, "memory_peak_mb")),
     ]);
@@ -143,17 +149,15 @@ const VIEWS = {
     return found.length;
   },
   latency(found, most, into) {
-    const timed = sorted(found.filter((cell) => typeof number(cell, "latency_ratio") === "number"));
-    if (!timed.length) into.replaceChildren(make("p", { class: "quiet" }, "Nothing of this was timed."));
-    else into.replaceChildren(...plot(timed, timed.slice(0, most)));
-    return timed.length;
+    const timed = sorted(found);
+    into.replaceChildren(...plot(timed, timed.slice(0, most)));
+    return found.length;
   },
   cases(found, most, into) {
-    const all = found.flatMap((cell) => cell.cases.map((each) => [each, cell]));
-    const order = ([each]) => data.worst.indexOf(each.outcome);
-    const rows = all.sort((left, right) => order(left) - order(right)).slice(0, most).map(([each, cell]) => [badge(each.outcome), link(each.id, () => open(cell)), each.stage, each.reason, shown(each.seconds)]);
+    const order = (each) => data.worst.indexOf(each.outcome);
+    const rows = found.sort((left, right) => order(left) - order(right)).slice(0, most).map((each) => [badge(each.outcome), link(each.id, () => open(each.cell)), each.stage, each.reason, shown(each.seconds)]);
     into.replaceChildren(table(["outcome", "case", "stage", "reason", "seconds"], rows, [0]));
-    return all.length;
+    return found.length;
   },
 };
 
@@ -162,9 +166,9 @@ function sorted(found) {
 }
 
 function mark(cell) {
-  const sign = data.failing.includes(cell.verdict) ? "✗" : (MARKS[cell.verdict] ?? "?");
-  const title = `${cell.model}, ${label(cell.pipeline)}, ${cell.device}: ${cell.verdict}`;
-  return make("button", { class: `mark ${kind(cell.verdict)}`, type: "button", title, "aria-label": title, onclick: () => open(cell) }, sign);
+  const sign = data.failing.includes(cell.outcome) ? "✗" : (MARKS[cell.outcome] ?? "?");
+  const title = `${cell.model}, ${label(cell.pipeline)}, ${cell.device}: ${cell.outcome}`;
+  return make("button", { class: `mark ${kind(cell.outcome)}`, type: "button", title, "aria-label": title, onclick: () => open(cell) }, sign);
 }
 
 // All rows on one logarithmic axis, whatever the model.

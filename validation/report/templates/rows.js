@@ -30,13 +30,14 @@ function cellsOf(cases, worst) {
     const key = JSON.stringify([found.model, found.pipeline, found.device]);
     const { model, pipeline, device } = found;
     if (!cells.has(key)) cells.set(key, { model, pipeline, device, cases: [] });
-    cells.get(key).cases.push(found);
+    found.cell = cells.get(key);
+    found.cell.cases.push(found);
   }
   for (const cell of cells.values()) {
     const outcomes = new Set(cell.cases.map((found) => found.outcome));
-    cell.verdict = worst.find((outcome) => outcomes.has(outcome));
+    cell.outcome = worst.find((outcome) => outcomes.has(outcome));
     const said = cell.cases.map((found) => [found.check, found.reason, found.facts.grade]);
-    cell.text = [cell.model, cell.pipeline, cell.device, cell.verdict, ...said.flat()].join(" ").toLowerCase();
+    cell.text = [cell.model, cell.pipeline, cell.device, cell.outcome, ...said.flat()].join(" ").toLowerCase();
   }
   return [...cells.values()];
 }
