@@ -162,6 +162,7 @@ def test_a_model_of_the_zoo_takes_its_inputs(name, monkeypatch):
     [
         (["--models", "nothing"], "there is no model 'nothing'"),
         (["--precision", "float8"], "there is no precision 'float8'"),
+        (["--engines", "nope"], "there is no engine 'nope': it is one of eager, "),
     ],
 )
 def test_what_is_not_there_is_an_error(arguments, message, tmp_path):

@@ -101,7 +101,7 @@ def _measured(
     os.environ |= {"FXOPT_CACHE": caches, "TORCHINDUCTOR_CACHE_DIR": caches}
     with quiet():
         there = engines(case[1], device)
-        chosen = {name: made for name, made in there.items() if name in names or not names}
+        chosen = {name: made for name, made in there.items() if name in names}
         return compare(case, workload(case[0], device=device), chosen, rounds=rounds, seconds=seconds)
 
 

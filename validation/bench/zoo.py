@@ -22,6 +22,7 @@ from ..report.markdown import escape, page, pipes
 from ..timing import cores
 from . import models, plot, rows
 from .engines import AGAIN, EAGER, PRECISIONS
+from .engines import engines as engines_of
 
 _VERSIONS = ("torch", "transformers", "onnxruntime", "openvino")
 
@@ -75,16 +76,16 @@ def zoo(
     file = out / "zoo.parquet"
     table = pd.read_parquet(file) if file.exists() else pd.DataFrame(columns=KEYS)
     known = models.zoo()
+    precisions = models.named(precision, PRECISIONS, "precision")
+    every = {name: None for each in precisions for name in engines_of(each, device)}
+    wanted = {EAGER, *models.named(engines, every, "engine")}
     run = store.Run.now(devices=[device], threads=threads or cores())  # before the table makes the tree dirty
-    wanted = [each.strip() for each in engines.split(",") if each.strip()]
-    for case in itertools.product(
-        models.named(chosen, known), models.named(precision, PRECISIONS, "precision"), [threads or cores()]
-    ):
+    for case in itertools.product(models.named(chosen, known), precisions, [threads or cores()]):
         there = (table[KEYS] == [*case, run.devices[device]]).all(axis=1)
         if there.any() and not again:
             continue
         typer.echo(" ".join(map(str, case)), err=True)
-        measured = rows.of_case(case, {EAGER, *wanted} if wanted else (), rounds, seconds, limit, device)
+        measured = rows.of_case(case, wanted, rounds, seconds, limit, device)
         facts = {"commit": run.commit, "machine": run.devices[device], "versions": _versions()}
         entry = {"kind": known[case[0]].said["kind"], "unseen": bool(known[case[0]].said.get("unseen"))}
         new = pd.DataFrame([entry | dataclasses.asdict(row) | facts for row in measured])
