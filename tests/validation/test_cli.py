@@ -94,7 +94,7 @@ def test_merge_refuses_parts_of_two_commits(field, value, told, make_records, ru
         store.write_table(store.table_of(records[number::2], made), tmp_path / str(number))
     result = call("merge", tmp_path / "0", tmp_path / "1", "--output", tmp_path / "out")
     assert result.exit_code == 2
-    assert f"these runs differ in {told}" in result.stderr
+    assert f"these differ in {told}" in result.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -104,7 +104,7 @@ def test_merge_names_all_machines(make_records, run, call, tmp_path):
         store.write_table(store.table_of(make_records(0)[number::2], made), tmp_path / str(number))
     assert call("merge", tmp_path / "0", tmp_path / "1", "--output", tmp_path / "out").exit_code == 0
     page = (tmp_path / "out/latest/summary.md").read_text()
-    assert "cpu: Example CPU, 2 cores and Other CPU; cuda: Example GPU" in page
+    assert "cpu: Other CPU and Example CPU, 2 cores; cuda: Example GPU" in page
 
 
 def test_a_merged_run_is_not_compared_with_itself(make_records, run, call, tmp_path):
@@ -201,7 +201,7 @@ def test_rows_of_two_commits_are_no_baseline(make_records, run, call, tmp_path):
     store.write_table(mixed, tmp_path / "latest")
     result = call("baseline", tmp_path / "latest", "--directory", tmp_path / "baseline")
     assert result.exit_code == 2
-    assert "its rows differ in commit (acf9a7c1, b0bb1e00)" in result.stderr
+    assert "these differ in commit (acf9a7c1, b0bb1e00)" in result.stderr
 
 
 def test_without_a_baseline_accept_says_how_there_is_one(runs, call, tmp_path):

@@ -109,8 +109,8 @@ def test_a_part_of_another_commit_leaves_the_last_run_alone(field, value, told, 
     done = written([records[0]], old, tmp_path, [records[0].case.id])
     assert {file: file.read_bytes() for file in (tmp_path / "latest").rglob("*.*")} == before
     assert store.read_run(tmp_path / "part")["id"].tolist() == [records[0].case.id]
-    text = report.terminal_summary(store.read_run(tmp_path / "part"), done.files, done.since, done.stays)
-    assert f"latest stays: it and this part differ in {told}" in text
+    text = report.terminal_summary(store.read_run(tmp_path / "part"), done)
+    assert f"these differ in {told}. This part is in {tmp_path}/part." in text
 
 
 def test_a_run_of_a_part_says_so(records, run, tmp_path):
@@ -321,7 +321,7 @@ def test_a_report_says_what_changed_since_the_run_before(records, run, tmp_path,
 
 
 def test_the_terminal_shows_failures_first_then_counts_and_paths(table, tmp_path):
-    text = report.terminal_summary(table, [tmp_path / "latest/report.html"])
+    text = report.terminal_summary(table, report.Written([tmp_path / "latest/report.html"]))
     assert text.index("MergeLinears crashes in bert-base") < text.index("report.html")
     assert "FuseBiasInLinear fails in bert-base: logits differ" in text
     assert "   fxopt validate --model bert-base -k bert-base-FuseBiasInLinear-cpu-equivalence" in text
@@ -331,7 +331,7 @@ def test_the_terminal_tells_only_of_the_cases_that_ran(records, run, tmp_path):
     whole = written(records, run, tmp_path)
     passing = [record for record in records if record.outcome is Outcome.PASS][:1]
     part = dataclasses.replace(run, plan=store.plan_of([r.case.id for r in records]))
-    text = report.terminal_summary(table_of(passing, part, tmp_path / "part"), [], whole.since)
+    text = report.terminal_summary(table_of(passing, part, tmp_path / "part"), whole)
     assert "cause" not in text
     assert "No case of 1 failed" in text
 
@@ -339,6 +339,6 @@ def test_the_terminal_tells_only_of_the_cases_that_ran(records, run, tmp_path):
 def test_the_terminal_does_not_drown_in_failures(run, tmp_path):
     cases = [dataclasses.replace(CASE, pipeline=(f"Pass{number}",)) for number in range(200)]
     records = [Record(case, Outcome.FAIL, "", "why") for case in cases]
-    text = report.terminal_summary(table_of(records, run, tmp_path))
+    text = report.terminal_summary(table_of(records, run, tmp_path), report.Written())
     assert text.count(" fails in ") == 20
     assert "180 more causes" in text

@@ -123,7 +123,8 @@ def baseline_command(
     The baseline of a sweep says what is captured and what is not: it is kept with its page.
     """
     with one_line_errors():
-        table = store.read_run(run)
+        rows = store.merge([store.read_table(run)])
+        table = rows.to_pandas()
         sweep = headline.is_sweep(table)
         failed = int(table["outcome"].isin(FAILING).sum())
         if failed and not sweep:
@@ -131,13 +132,11 @@ def baseline_command(
                 f"{run}: {counted(failed, 'case')} failed, so that it cannot be a baseline"
             )
         if lacking := store.missing(table):
-            text = f"which lacks {counted(lacking, 'planned case')}; `fxopt merge` joins parts"
-            raise store.ReportError(f"{run}: a part of a run, {text}")
-        if unlike := store.unlike(table):
-            raise store.ReportError(f"{run}: its rows differ in {unlike}; a whole run has one of each")
-        directory.mkdir(parents=True, exist_ok=True)
-        file = directory / ("architectures.parquet" if sweep else "records.parquet")
-        store.replace(file, store.file_of(run).read_bytes())
+            raise store.ReportError(
+                f"{run}: a part of a run, which lacks {counted(lacking, 'planned case')}; "
+                "`fxopt merge` joins parts"
+            )
+        file = store.write_table(rows, directory, "architectures" if sweep else "records")
         if sweep:
             store.replace(file.with_suffix(".md"), architectures.document(table).encode("utf-8"))
     typer.echo(f"{directory}: {counted(len(table), 'case')} of run {table['run'].iloc[0]}")
@@ -169,7 +168,7 @@ def _beside(run: Path) -> Path:
 
 
 def _say_what_is_written(table: pd.DataFrame, written: report.Written) -> None:
-    typer.echo(report.terminal_summary(table, written.files, written.since, written.stays))
+    typer.echo(report.terminal_summary(table, written))
     for problem in written.problems:
         typer.echo(f"error: {problem}", err=True)
     if written.problems:

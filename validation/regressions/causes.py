@@ -61,7 +61,7 @@ class Cause:
 def causes(
     changes: pd.DataFrame,
     table: pd.DataFrame,
-    before: pd.DataFrame | None = None,
+    before: pd.DataFrame,
     since: Mapping[Identity, str] = {},
 ) -> list[Cause]:
     """Group the regressions among the changes to a run: one cause a pass, a stage before any pass, or a kind of cost.
@@ -72,7 +72,7 @@ def causes(
         before: the run that it was compared with, which has the cases that vanished.
         since: the commits between which each regression came.
     """
-    runs = [run[["id", *_OF_A_CASE]] for run in (before, table) if run is not None]
+    runs = [run[["id", *_OF_A_CASE]] for run in (before, table)]
     rows = pd.concat(runs).drop_duplicates("id", keep="last").set_index("id")
     joined = changes[changes["regression"]].drop(columns="regression").join(rows, on="id")
     worse = [_Change(*row) for row in joined.fillna("").astype(str).itertuples(index=False, name=None)]
@@ -92,23 +92,6 @@ def causes(
         groups.setdefault(key or _key(each, guilty), []).append(each)
     found = [_cause(group, since) for group in groups.values()]
     return sorted(found, key=lambda cause: -cause.cases)
-
-
-def failures(table: pd.DataFrame) -> pd.DataFrame:
-    """The failures of a run as regressions, for one that there is no other to compare with."""
-    failing = table[table["outcome"].isin(FAILING)]
-    stages = failing["stage"].map(lambda stage: f" in stage {stage}" if stage not in ("", "compare") else "")
-    return pd.DataFrame(
-        {
-            "regression": True,
-            "kind": "new failure",
-            "id": failing["id"],
-            "metric": "",
-            "before": "",
-            "after": failing["outcome"],
-            "explanation": failing["reason"] + stages,
-        }
-    )
 
 
 _OF_A_CASE = ["model", "device", "pipeline", "check", "stage", "options"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,14 +59,14 @@ def write_run(table: pa.Table, directory: Path, planned: Collection[str] | None 
         written.attempt(history, lambda: store.append_history(table, history))
     elif store.file_of(latest).is_file():
         earlier = written.attempt(latest, lambda: store.read_table(latest))
-        if earlier is not None and (unlike := store.unlike(earlier, table)):
-            part = directory / "part"
-            written.stays = f"{latest} stays: it and this part differ in {unlike}. This part is in {part}."
-            latest = part
-        elif earlier is not None:
+        if earlier is not None:
+            try:
+                table = store.merge([earlier, table])
+            except store.ReportError as error:
+                written.stays = f"{latest} stays: {error}. This part is in {directory}/part."
+                latest = directory / "part"
             if planned is not None:
-                earlier = earlier.filter(pc.is_in(earlier["id"], pa.array(sorted(planned), pa.string())))
-            table = store.merge([earlier, table])
+                table = table.filter(pc.is_in(table["id"], pa.array(sorted(planned), pa.string())))
     written.directory = latest
     written.attempt(latest, lambda: store.write_table(table, latest))
     return write_views(table.to_pandas(), latest, history, written)
@@ -108,15 +108,14 @@ def _write(file: Path, view: Callable[[], str]) -> Path:
     return file
 
 
-def terminal_summary(
-    table: pd.DataFrame, files: Sequence[Path] = (), since: headline.Since | None = None, stays: str = ""
-) -> str:
+def terminal_summary(table: pd.DataFrame, written: Written) -> str:
     """The causes of regressions or failures, the pages, and last what the run found, as plain text."""
     # Those of a part are its own: the views also hold what was not run again.
-    whole = since if since and not store.missing(table) else headline.since(table, [])
+    whole = None if store.missing(table) else written.since
+    told = worse_lines(whole or headline.since(table, []))
     numbers = architectures.summary(table).to_string(index=False) if headline.is_sweep(table) else ""
-    ends = [*(str(file) for file in files if file.name in PAGES), headline.verdict(table)]
-    parts = [worse_lines(whole), [numbers], headline.not_run(table), [stays], ends]
+    ends = [*(str(file) for file in written.files if file.name in PAGES), headline.verdict(table)]
+    parts = [told, [numbers], headline.not_run(table), [written.stays], ends]
     return "\n\n".join(filter(None, map("\n".join, parts)))
 
 
@@ -127,4 +126,4 @@ def worse_lines(since: headline.Since) -> list[str]:
         lines += [f"{number}. {cause.text} ({headline.told(cause)})", f"   {cause.command}"]
     more = len(since.causes) - MOST_CAUSES
     lines += [f"... and {more} more causes, all in the report"] if more > 0 else []
-    return [*lines, *filter(None, [headline.elsewhere(since), headline.to_do(since)])]
+    return [*lines, *filter(None, [headline.to_do(since)])]

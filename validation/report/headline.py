@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pandas as pd
 
 from ..records import FAILING, WORST_FIRST, Outcome, counted
 from ..regressions import trend
-from ..regressions.causes import Cause, Identity, causes, failures
+from ..regressions.causes import Cause, Identity, causes
 from ..regressions.compare import CHANGE, MACHINE, compare
 from ..regressions.metric import BUSY, MOST_BUSY
 from ..store import ReportError, missing, read_run, unlike
@@ -99,21 +100,17 @@ def since(table: pd.DataFrame, runs: list[pd.DataFrame]) -> Since:
     A regression stays until it is mended, and is told with the commits between which it came.
     """
     if not runs:
-        changes = failures(table)
-        return Since("", "", changes, causes(changes, table))
+        changes = compare(table[:0], table)
+        changes = changes[changes["regression"]]
+        return Since("", "", changes, causes(changes, table, table))
     tables = [*runs, table]
     found = trend.latencies(tables)
-    slower = min((_first(tables, run) for run in found.loc[found["change"] > 0, "since"]), default=len(runs))
+    slower = min(found.loc[found["change"] > 0, "since"], default="none")
     good, bad = runs[0], list[pd.DataFrame]()
-    for number, run in enumerate(runs[1:], 1):
-        worse = number >= slower or compare(good, run)["regression"].any()
+    for run in runs[1:]:
+        worse = run["run"].max() >= slower or compare(good, run)["regression"].any()
         good, bad = (good, [*bad, run]) if worse else (run, [])
     return compared(good, table, _latency_changes(tables, found), bad)
-
-
-def _first(tables: list[pd.DataFrame], run: str) -> int:
-    """Which of some tables is the first with rows of a run."""
-    return [run in {*table["run"]} for table in tables].index(True)
 
 
 def compared(
@@ -142,7 +139,7 @@ def _latency_changes(tables: list[pd.DataFrame], found: pd.DataFrame) -> pd.Data
     """The latencies of `trend.latencies` that changed for good, as changes; each is explained by its commits."""
     rows = []
     for case, _, since, was, now, change in found.itertuples(index=False, name=None):
-        at = _first(tables, since)
+        at = [since in {*table["run"]} for table in tables].index(True)
         commits = between(tables[at - 1], tables[at])
         rows.append((change > 0, "latency", case, trend.LATENCY, f"{was:.3f}", f"{now:.3f}", commits))
     return pd.DataFrame(rows, columns=CHANGE).astype({"regression": bool})
@@ -158,24 +155,11 @@ def got_worse(since: Since) -> str:
     count = counted(len(since.causes), "cause") if since.causes else ""
     if not since.run:
         return f"{count} of failures" if count else NO_RUN
-    day = f"{since.run[:4]}-{since.run[4:6]}-{since.run[6:8]}"
-    end = f"since the run of {day} (commit {since.commit})"
+    end = f"since the run of {pd.Timestamp(since.run[:8]):%Y-%m-%d} (commit {since.commit})"
     return f"{count} of regressions {end}" if count else f"Nothing got worse {end}"
 
 
 NO_RUN = "There is no earlier run to compare with"
-
-
-def elsewhere(since: Since) -> str:
-    """A sentence where the last good run was made on another machine, and one where with other versions."""
-    changed = since.changes[since.changes["kind"] == "environment"].set_index("id")
-    text = "The last good run was on another machine: times, memory and kernels are not compared."
-    versions = changed.drop(index=MACHINE, errors="ignore")
-    named = ", ".join(
-        f"{name} {old} → {new}" for name, old, new in versions[["before", "after"]].itertuples()
-    )
-    told = text if len(versions) < len(changed) else "", f"Since the last good run: {named}." if named else ""
-    return " ".join(filter(None, told))
 
 
 BISECTED = "sh -c 'COMMAND; s=$?; [ $s -gt 1 ] && exit 125; exit $s'"
@@ -183,25 +167,22 @@ BISECTED = "sh -c 'COMMAND; s=$?; [ $s -gt 1 ] && exit 125; exit $s'"
 
 
 def to_do(since: Since) -> str:
-    """The next steps, in a sentence each; empty where there are none."""
-    if not since.causes or not since.run:
-        return ""
-    accept = "A change that is right: `fxopt accept CASE_OR_MODEL --reason ...`."
+    """The other conditions of the last good run, and the next steps, in a sentence each; empty where there are none."""
+    changed = since.changes.loc[since.changes["kind"] == "environment", ["id", "before", "after"]]
+    texts = {f"Since the last good run: {name} {old} → {new}.": name for name, old, new in changed.to_numpy()}
+    machine = "The last good run was on another machine: times, memory and kernels are not compared."
+    steps = [*dict.fromkeys(machine if name in MACHINE else text for text, name in texts.items())]
     numbers: dict[str, list[str]] = {}
     for number, cause in enumerate(since.causes, 1):
-        if (
-            cause.bisects
-            and ".." in cause.since
-            and "-dirty" not in cause.since
-            and "unknown" not in cause.since
-        ):
+        if cause.bisects and re.fullmatch(r"[0-9a-f]+\.\.[0-9a-f]+", cause.since):
             numbers.setdefault(cause.since, []).append(str(number))
-    steps = []
     for commits, own in numbers.items():
         good, _, bad = commits.partition("..")
         of = f" of {', '.join(own)}" if len(own) < len(since.causes) else ""
         steps.append(f"The commit{of}: `git bisect start {bad} {good}`, then `git bisect run {BISECTED}`.")
-    return " ".join([*steps, accept])
+    if since.causes and since.run:
+        steps.append("A change that is right: `fxopt accept CASE_OR_MODEL --reason ...`.")
+    return " ".join(steps)
 
 
 def told(cause: Cause) -> str:
@@ -215,10 +196,10 @@ def between(good: pd.DataFrame, bad: pd.DataFrame) -> str:
 
     Of two runs of one commit, what else changed.
     """
-    commits = commit_of(good), commit_of(bad)
-    if commits[0] != commits[1]:
-        return "..".join(commits)
-    return f"both runs are of commit {commits[0]}: {unlike(good, bad) or 'no version'} changed"
+    was, now = commit_of(good), commit_of(bad)
+    if was != now:
+        return f"{was}..{now}"
+    return f"both runs are of commit {now}: {unlike(good, bad) or 'no version'} changed"
 
 
 def commit_of(table: pd.DataFrame) -> str:

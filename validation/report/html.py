@@ -63,7 +63,7 @@ def data(table: pd.DataFrame, since: headline.Since | None) -> dict[str, Any]:
         "facts": {name: ran[name].fillna("").tolist() for name in facts},
         "worst": WORST_FIRST,
         "failing": sorted(FAILING),
-        "command": AGAIN + next(iter(table["options"]), "") if len(table) else AGAIN,
+        "command": AGAIN + next(iter(table["options"]), ""),
     }
 
 
@@ -77,7 +77,7 @@ def _changes(since: headline.Since | None) -> dict[str, Any] | None:
         "causes": [
             {"text": each.text, "told": headline.told(each), "command": each.command} for each in since.causes
         ],
-        "toDo": " ".join(filter(None, [headline.elsewhere(since), headline.to_do(since)])),
+        "toDo": headline.to_do(since),
         "headline": headline.changed(since.changes),
         "more": len(since.changes) - len(shown),
         **_rows(headline.marked(shown)),

@@ -88,7 +88,7 @@ def _worse(since: headlines.Since | None) -> list[str]:
         for number, cause in enumerate(since.causes, 1)
     ]
     return [
-        f"**{headlines.got_worse(since)}.** {headlines.elsewhere(since)}".rstrip(),
+        f"**{headlines.got_worse(since)}.**",
         "\n".join(lines),
         headlines.to_do(since),
     ]

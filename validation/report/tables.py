@@ -26,14 +26,14 @@ def errors_of(table: pd.DataFrame) -> list[str]:
 
 def conditions(table: pd.DataFrame) -> dict[str, str]:
     """The versions, devices and times of a run; of several runs whose cases stand together, all of it."""
-    devices = table.groupby("device")["device_name"].agg(
-        lambda names: " and ".join(sorted({*filter(None, names)}))
-    )
+    devices = table.groupby("device")["device_name"].unique()
     shared = ("run", "commit", "python", "torch", "transformers", "fxopt", "threads")
     found = {name: ", ".join(str(v) for v in table[name].unique() if str(v)) or "unknown" for name in shared}
     return found | {
         "started": f"{table['started'].min():%Y-%m-%d %H:%M} UTC",
-        "devices": "; ".join(f"{device}: {name or 'unknown'}" for device, name in devices.items()),
+        "devices": "; ".join(
+            f"{device}: {' and '.join(filter(None, names)) or 'unknown'}" for device, names in devices.items()
+        ),
         "cases": f"{len(table):,}, {table['seconds'].sum():,.0f} s of work",
     }
 

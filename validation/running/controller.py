@@ -150,9 +150,7 @@ class Controller:
             self._problems.append(f"no report was written: {error_text(error)}")
         else:
             self._problems += written.problems
-            self._message = report.terminal_summary(
-                table.to_pandas(), written.files, written.since, written.stays
-            )
+            self._message = report.terminal_summary(table.to_pandas(), written)
         if self._problems:
             self._problems.append(f"all records are in {self._journal.file}: `fxopt merge` takes it")
             session.exitstatus = pytest.ExitCode.USAGE_ERROR

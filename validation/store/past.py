@@ -46,12 +46,11 @@ def history(directory: Path) -> pd.DataFrame:
     A file that cannot be read is passed over, with a warning. Raises `ReportError` when no run is left.
     """
     runs = []
-    for file in sorted(directory.glob("*.parquet")):
-        if not file.name.startswith("."):
-            try:
-                runs.append(read_table(file).replace_schema_metadata())
-            except ReportError as error:
-                warnings.warn(f"passed over: {error}", stacklevel=2)
+    for file in sorted(directory.glob("[!.]*.parquet")):
+        try:
+            runs.append(read_table(file).replace_schema_metadata())
+        except ReportError as error:
+            warnings.warn(f"passed over: {error}", stacklevel=2)
     if not runs:
         raise ReportError(f"{directory}: no runs here; every whole `fxopt validate` adds one")
     joined: pd.DataFrame = pa.concat_tables(runs, promote_options="default").to_pandas()

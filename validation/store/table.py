@@ -106,7 +106,7 @@ def merge(tables: Sequence[pa.Table]) -> pa.Table:
         raise ReportError(text) from error
     if differing := unlike(joined):
         raise ReportError(
-            f"these runs differ in {differing}: only those of one commit, versions and zoo are joined"
+            f"rows of one report are of one commit, versions and zoo; these differ in {differing}"
         )
     rows = joined.select(["id", "started"]).to_pandas().sort_values("started", kind="stable")
     chosen = rows.drop_duplicates("id", keep="last").sort_values("id", kind="stable")
@@ -120,12 +120,10 @@ SHARED = ("commit", "python", "torch", "transformers", "fxopt", "options")
 def unlike(*tables: pa.Table | pd.DataFrame) -> str:
     """The columns of `SHARED` in which the rows of some tables differ, with the values; empty where they agree."""
     found = {
-        name: {str(value).strip(): 0 for each in tables for value in each[name].unique()} for name in SHARED
+        name: dict.fromkeys(str(value).strip() or "none" for each in tables for value in each[name].unique())
+        for name in SHARED
     }
-    differ = {name: values for name, values in found.items() if len(values) > 1}
-    return ", ".join(
-        f"{name} ({', '.join(each or 'none' for each in values)})" for name, values in differ.items()
-    )
+    return ", ".join(f"{name} ({', '.join(values)})" for name, values in found.items() if len(values) > 1)
 
 
 def measurements_of(table: pd.DataFrame) -> list[str]:
