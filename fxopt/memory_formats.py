@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,6 +21,37 @@ def is_channels_last(value: Tensor) -> bool:
     if value.dim() == 3:
         return value.transpose(1, 2).is_contiguous()
     return value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
+
+
+def images_in_channels_last(args: Iterable[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """The places of images that torch takes for channels_last, among the arguments of a call and the entries of containers.
+
+    Convolutions give their outputs the layout that they take an input for.
+
+    Example:
+        >>> import torch
+        >>> image = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+        >>> images_in_channels_last([torch.zeros(2, 3, 4, 4)], {"images": [image, image[:, :1]]})
+        (1, 2)
+    """
+    values = list[Any]()
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            values.append(value)
+        elif isinstance(value, dict | list | tuple):
+            values += value.values() if isinstance(value, dict) else value
+    return tuple(i for i, each in enumerate(values) if isinstance(each, Tensor) and _suggests(each))
+
+
+def _suggests(value: Tensor) -> bool:
+    if value.dim() != 4 or value.layout is not torch.strided or value.is_nested:
+        return False
+    sizes, strides, least = value.shape, value.stride(), 0
+    for dim in (1, 3, 2, 0):  # as `suggest_memory_format` of torch's C++
+        if sizes[dim] == 0 or strides[dim] < least or (dim == 0 and strides[1] == least):
+            return False
+        least = strides[dim] * sizes[dim]
+    return strides[1] != 0
 
 
 def channels_last(value: Tensor) -> Tensor:

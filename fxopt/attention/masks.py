@@ -95,11 +95,7 @@ class MaskReader:
         elif len(masks) == 1:  # two may leave a row no key together
             no_matter = self._inference and masks[0].finite
             reasons = [] if no_matter or (reasons and self._leaves_keys(masks[0])) else reasons
-        elif (
-            masks
-            and sum(mask.least / 2 for mask in masks)
-            < 0.51 * torch.finfo(graph.value_of(masks[0].step).dtype).min
-        ):
+        elif _may_overflow(masks) and not any(map(self._leaves_keys, masks)):
             reasons.append("its masks may add up to -inf: a row of it is NaN, and would be zeros")
         if reasons and not self._each_row_has_a_key:
             raise Obstacle(f"{reasons[0]}. Where there is no such row, give each_row_has_a_key=True")
@@ -140,9 +136,20 @@ class MaskReader:
 
 
 def _least(value: object) -> float:
+    """The least number that a value may give a mask, which may take it times -1."""
     if isinstance(value, Tensor) and value.is_floating_point() and not value.is_meta and value.numel():
         return float(value.detach().min())
-    return value if isinstance(value, float) else 0.0
+    if isinstance(value, float):
+        return -abs(value) if math.isfinite(value) else value
+    return float(min(value, 0)) if isinstance(value, int) else 0.0
+
+
+def _may_overflow(masks: Sequence[Mask]) -> bool:
+    """Tell whether masks may add up to less than the least number of their dtype; in halves, as Python's sum may be -inf, too."""
+    if len(masks) < 2:
+        return False
+    least = torch.finfo(graph.value_of(masks[0].step).dtype).min
+    return sum(mask.least / 2 for mask in masks) < 0.51 * least
 
 
 def _smallest_finite(device: str) -> float:

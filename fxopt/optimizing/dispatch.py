@@ -33,7 +33,6 @@ from fxopt.optimizing.lowering import Lowered
 from fxopt.optimizing.prepare import Options, prepare
 from fxopt.optimizing.progress import progress
 from fxopt.optimizing.report import GraphReport, Report
-from fxopt.optimizing.trial import RANDOM
 from fxopt.optimizing.watching import LeftByCalls, State
 from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transforming
 
@@ -183,11 +182,11 @@ class Graphs:
             # Optimized parts of the module that are called by themselves, by the ids of what they stand for.
             self.parts: dict[int, Any] = {}
 
-    def made(self) -> list[tuple[tuple[int, tuple[str, ...]], GraphModule]]:
+    def made(self) -> list[tuple[tuple[int, tuple[str, ...], tuple[int, ...]], GraphModule]]:
         """The graphs of the forward for the model as it is, in the order of trying, each with a kind of call that it takes."""
         graphs = (graph for book in self.books if book.state.holds() for graph in book.graphs)
         return [
-            (kind[1:3], graph.lowered.with_weights())
+            (kind[1:], graph.lowered.with_weights())
             for graph in graphs
             for kind in graph.kinds
             if kind[0] == "forward"
@@ -273,7 +272,7 @@ class Graphs:
             return  # others are put in for the time being, as by `torch.func.functional_call`
         try:
             named = inputs.named(getattr(self._model, inputs.method))
-            sizes, key = sizes_of(named), (inputs.method, inputs.layouts, structure_of(named))
+            sizes, key = sizes_of(named), (inputs.method, inputs.kind[-1], structure_of(named))
         except Exception as error:  # whatever objects the inputs are, the model may know what to do with them
             reason = f"its inputs cannot be described ({error_text(error)})"
             after.append(lambda _: self._warn(inputs, reason))
@@ -341,7 +340,7 @@ class Graphs:
 
             def refuse(_: Any) -> None:
                 structure.sizes |= sizes
-                structure.failures += [reason] * (_MOST_FAILURES if reason.startswith(RANDOM) else 1)
+                structure.failures.append(reason)
                 book.refused.append(dataclasses.replace(report, reason=reason))
                 self._warn(inputs, reason)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
 
-from fxopt.memory_formats import is_channels_last
+from fxopt.memory_formats import images_in_channels_last
 from fxopt.objects import entries, is_open, nested, tensors_in
 from fxopt.outputs import mapped
 
@@ -41,13 +41,12 @@ class Inputs:
     @property
     def kind(self) -> Kind:
         """The kind of the call."""
-        return self.method, len(self.args), tuple(self.kwargs), self.layouts
-
-    @property
-    def layouts(self) -> tuple[int, ...]:
-        """Which arguments are images in channels_last: outputs have that layout then."""
-        values = enumerate((*self.args, *self.kwargs.values()))
-        return tuple(i for i, value in values if isinstance(value, Tensor) and _is_turned(value))
+        return (
+            self.method,
+            len(self.args),
+            tuple(self.kwargs),
+            images_in_channels_last(self.args, self.kwargs),
+        )
 
     def with_dicts(self) -> tuple[Inputs, list[tuple[Any, dict[Any, Any]]]]:
         """The inputs with dicts for other mappings, such as `BatchEncoding`, and each of these with its dict."""
@@ -164,10 +163,6 @@ def has_own_kernels(value: Any) -> bool:
     return isinstance(value, Tensor) and (
         type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_nested
     )
-
-
-def _is_turned(value: Tensor) -> bool:
-    return value.dim() == 4 and not value.is_contiguous() and is_channels_last(value)
 
 
 def _has_entries(value: Any) -> bool:

@@ -30,7 +30,6 @@ Function = Callable[..., Any]
 
 _ROUNDING = {"tf32": 2.0**-11, "bf16": 2.0**-8}
 """The relative rounding error of each precision in which torch may multiply float32."""
-RANDOM = "the forward draws random numbers"
 _SECONDS = 0.25  # how long to time a function
 _SHORT = 0.01  # seconds: what takes less finds other values in the caches than its own, when something else ran before
 
@@ -216,7 +215,7 @@ def _fault(index: GraphIndex, node: Node, first_write: Node | None) -> str | Non
             "model.disable_input_require_grads())"
         )
     if effects.draws(node, module):
-        return f"{RANDOM}, so its outputs cannot be compared with those of a graph"
+        return "the forward draws random numbers, so its outputs cannot be compared with those of a graph"
     if first_write is not None and first_write < node and effects.only_checks(node):
         return "its graph might refuse these inputs when it has already written into one of them"
     return None

@@ -10,10 +10,11 @@ from torch.fx import GraphModule
 
 from fxopt.errors import GuardError
 from fxopt.kernels import PackedLayer, kernels_for, plain_layer
+from fxopt.memory_formats import images_in_channels_last
 from fxopt.tuning import fastest
 
-Call = tuple[int, tuple[str, ...]]
-"""How many arguments a call gives by position, and the names of the others, in their order."""
+Call = tuple[int, tuple[str, ...], tuple[int, ...]]
+"""How many arguments a call gives by position, the names of the others, and which are images in channels_last."""
 
 
 class GraphSet(nn.Module):
@@ -32,15 +33,17 @@ class GraphSet(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the model does; GuardError where no graph was made for such inputs."""
-        call, reasons = (len(args), tuple(kwargs)), list[str]()
+        call, reasons = (len(args), tuple(kwargs), images_in_channels_last(args, kwargs)), list[str]()
         graphs = zip(self.calls, self.graphs, strict=True)
-        for (count, names), graph in sorted(graphs, key=lambda each: each[0] != call):  # the order may matter
+        for (count, names, *_), graph in sorted(
+            graphs, key=lambda each: each[0] != call
+        ):  # the order may matter
             if count == len(args) and set(names) == kwargs.keys():
                 try:
                     return graph(*args, **kwargs)
                 except GuardError as error:
                     reasons.append(str(error).rstrip("."))
-        count, names = self.calls[0]
+        count, names, *_ = self.calls[0]
         given = f"they are for inputs given {count} by position and {list(names)} by name"
         raise GuardError(
             f"none of the {len(self.graphs)} saved graphs takes these inputs: {'; '.join(dict.fromkeys(reasons)) or given}. "

@@ -428,17 +428,6 @@ def test_what_some_inputs_leave_behind_ends_in_no_capture_for_each_request(monke
 
 
 @torch.no_grad()
-def test_what_draws_random_numbers_is_captured_once(monkeypatch):
-    made = []
-    monkeypatch.setattr(dispatch, "prepare", lambda *args: made.append(1) or prepare.prepare(*args))
-    fast = fxopt.optimize(module(lambda m, x: m.layer(x) + torch.rand(16), layer=nn.Linear(16, 16)))
-    for length in (2, 3, 4):
-        fast(torch.randn(length, 16))
-    assert len(made) == 1
-    assert "draws random numbers" in reasons(fast)[0]
-
-
-@torch.no_grad()
 def test_what_a_forward_without_a_graph_assigns_is_no_change():
     """The detectors of torchvision keep their anchors so, and decide on values."""
 

@@ -162,7 +162,21 @@ def test_a_mapping_gets_the_items_that_the_forward_sets(kind, random):
 def test_outputs_have_the_layout_that_the_model_gives_them():
     model = randomise(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval())
     fast, image = fxopt.optimize(model, tune=False), torch.randn(2, 3, 8, 8)
-    for x in (image, image.to(memory_format=torch.channels_last), image, image[:1, :, 1:]):
+    wide = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
+    for x in (image, image.to(memory_format=torch.channels_last), image, wide[:, :3], wide[:1, 1:, 1:]):
         assert fast(x).stride() == model(x).stride()
         torch.testing.assert_close(fast(x), model(x), atol=1e-5, rtol=1e-5)
     assert set(reasons(fast)) == {None}
+
+
+@torch.no_grad()
+def test_images_in_containers_have_layouts_too(tmp_path):
+    model = randomise(module(lambda m, images: m.layer(images["x"]), layer=nn.Conv2d(1, 4, 3)))
+    fast, image = fxopt.optimize(model, tune=False), torch.randn(2, 1, 8, 8)
+    turned = image.to(memory_format=torch.channels_last)
+    outputs = [fast({"x": x}) for x in (image, turned, image)]
+    fxopt.save(fast, tmp_path / "saved")
+    loaded = fxopt.load(tmp_path / "saved")
+    for x, output in zip((image, turned, image), outputs, strict=True):
+        assert output.stride() == loaded({"x": x}).stride() == model({"x": x}).stride()
+    assert reasons(fast) == [None, None]

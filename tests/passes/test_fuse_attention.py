@@ -31,6 +31,7 @@ from fxopt import FuseAttention
 from fxopt.graph_index import GraphIndex
 from fxopt.testing import assert_round_trip, randomise
 from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
+from tests.modules import module
 
 X = torch.randn(2, 5, 8)
 PADDING = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])[:, None, None]
@@ -212,11 +213,17 @@ def test_masks(name):
         assert expected.isfinite().all()
 
 
-@pytest.mark.parametrize("least", [-1e4, MIN])
-def test_in_training_mode_a_row_that_is_masked_entirely_keeps_its_gradients(least):
-    model = Attends(
-        lambda m, q, k, v, p: (scores(q, k) / 2 + torch.where(p, 0.0, least)).softmax(-1) @ v
-    ).train()
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda p: torch.where(p, 0.0, -1e4),
+        additive,
+        lambda p: (1 - p.float()) * -1000000000,
+        lambda p: (p.float() - 1) * 1e9,
+    ],
+)
+def test_in_training_mode_a_row_that_is_masked_entirely_keeps_its_gradients(mask):
+    model = Attends(lambda m, q, k, v, p: (scores(q, k) / 2 + mask(p)).softmax(-1) @ v).train()
     refused(FuseAttention(), model, X, PADDING, reason="would have other gradients", trace=fxopt_trace)
     for pass_ in (FuseAttention(each_row_has_a_key=True), FuseAttention(inference=True)):
         assert pass_.explain(fxopt_trace(model, [X, PADDING])).sites
@@ -224,10 +231,19 @@ def test_in_training_mode_a_row_that_is_masked_entirely_keeps_its_gradients(leas
 
 def test_two_masks_may_leave_a_row_without_a_number():
     model = Attends(
-        lambda m, q, k, v, p: (scores(q, k) / 2 + additive(p) + additive(m.bias > 0)).softmax(-1) @ v
+        lambda m, q, k, v, p: (scores(q, k) / 2 + additive(p) + additive(p.roll(1, -1))).softmax(-1) @ v
     ).eval()
     refused(FuseAttention(inference=True), model, X, PADDING, reason="add up to -inf", trace=fxopt_trace)
     assert FuseAttention(each_row_has_a_key=True).explain(fxopt_trace(model, [X, PADDING])).sites
+
+
+def test_of_two_masks_one_may_leave_a_key_in_each_row():
+    causal = torch.full((5, 5), MIN).triu(1)
+    model = module(
+        lambda m, q, p: (scores(q, q) / 2 + m.causal + additive(p)).softmax(-1) @ q, causal=nn.Buffer(causal)
+    )
+    traced = fxopt_trace(model.eval(), [torch.randn(2, 3, 5, 4), torch.ones(2, 1, 1, 5, dtype=torch.bool)])
+    assert FuseAttention(inference=True).explain(traced).sites
 
 
 REFUSED = {

@@ -111,6 +111,11 @@ def test_a_part_of_another_commit_leaves_the_last_run_alone(field, value, told, 
     assert store.read_run(tmp_path / "part")["id"].tolist() == [records[0].case.id]
     text = report.terminal_summary(store.read_run(tmp_path / "part"), done)
     assert f"these differ in {told}. This part is in {tmp_path}/part." in text
+    planned = [record.case.id for record in records]
+    written(records[1:3], old, tmp_path, planned)
+    assert len(store.read_run(tmp_path / "part")) == 3
+    done = written(records[3:], old, tmp_path, planned)
+    assert (done.stays, set(store.read_run(tmp_path / "latest")[field])) == ("", {value})
 
 
 def test_a_run_of_a_part_says_so(records, run, tmp_path):

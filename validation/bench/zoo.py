@@ -77,8 +77,8 @@ def zoo(
     table = pd.read_parquet(file) if file.exists() else pd.DataFrame(columns=KEYS)
     known = models.zoo()
     precisions = models.named(precision, PRECISIONS, "precision")
-    every = {name: None for each in precisions for name in engines_of(each, device)}
-    wanted = {EAGER, *models.named(engines, every, "engine")}
+    every = {name: None for each in precisions for name in engines_of(each, device) if name != AGAIN}
+    wanted = {EAGER, AGAIN, *models.named(engines, every, "engine")}
     run = store.Run.now(devices=[device], threads=threads or cores())  # before the table makes the tree dirty
     for case in itertools.product(models.named(chosen, known), precisions, [threads or cores()]):
         there = (table[KEYS] == [*case, run.devices[device]]).all(axis=1)

@@ -50,26 +50,38 @@ def write_run(table: pa.Table, directory: Path, planned: Collection[str] | None 
     """Adds a run to `directory/history` and makes it `directory/latest`: its table first, then the views of it.
 
     A run of a part stays out of the history, and takes the place of its own cases in `latest` alone; others stay there
-    that are still `planned`, or all where that is not known. A part of another commit, other versions or another zoo goes to
-    `directory/part`, and `latest` stays. A sweep has a directory of its own, `directory/architectures`, in the place of `latest`.
+    that are still `planned`, or all where that is not known. Parts of another commit, other versions or another zoo gather in
+    `directory/part` until they are a whole run, and `latest` stays. A sweep has a directory of its own, `directory/architectures`, in the place of `latest`.
     """
     written, frame, history = Written(), table.to_pandas(), directory / "history"
     latest = directory / ("architectures" if headline.is_sweep(frame) else "latest")
     if not store.missing(frame):
         written.attempt(history, lambda: store.append_history(table, history))
-    elif store.file_of(latest).is_file():
-        earlier = written.attempt(latest, lambda: store.read_table(latest))
-        if earlier is not None:
-            try:
-                table = store.merge([earlier, table])
-            except store.ReportError as error:
-                written.stays = f"{latest} stays: {error}. This part is in {directory}/part."
-                latest = directory / "part"
-            if planned is not None:
-                table = table.filter(pc.is_in(table["id"], pa.array(sorted(planned), pa.string())))
+    else:
+        table, latest = _with_earlier(written, table, latest, directory / "part")
+        if planned is not None:
+            table = table.filter(pc.is_in(table["id"], pa.array(sorted(planned), pa.string())))
     written.directory = latest
     written.attempt(latest, lambda: store.write_table(table, latest))
     return write_views(table.to_pandas(), latest, history, written)
+
+
+def _with_earlier(written: Written, table: pa.Table, latest: Path, part: Path) -> tuple[pa.Table, Path]:
+    """A part with the rows of the run that it belongs to, and the folder for them."""
+    for place in (latest, part):
+        if not store.file_of(place).is_file():
+            return table, place
+        earlier = written.attempt(place, functools.partial(store.read_table, place))
+        try:
+            joined = table if earlier is None else store.merge([earlier, table])
+        except store.ReportError as error:
+            written.stays = written.stays or f"{latest} stays: {error}. This part is in {part}."
+            continue
+        if store.missing(joined.to_pandas()):
+            return joined, place
+        written.stays = ""
+        return joined, latest
+    return table, part  # whose run is yet another one
 
 
 def write_views(

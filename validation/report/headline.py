@@ -187,7 +187,8 @@ def to_do(since: Since) -> str:
 
 def told(cause: Cause) -> str:
     """The number of cases and models of a cause, and the commits between which it came."""
-    came = f", {'since ' * ('..' in cause.since)}{cause.since}" if cause.since else ""
+    since = "" if cause.since.startswith("both") else "since "
+    came = f", {since}{cause.since}" if cause.since else ""
     return f"{counted(cause.cases, 'case')} of {counted(len(cause.models), 'model')}{came}"
 
 
@@ -197,6 +198,8 @@ def between(good: pd.DataFrame, bad: pd.DataFrame) -> str:
     Of two runs of one commit, what else changed.
     """
     was, now = commit_of(good), commit_of(bad)
+    if was == now == "unknown":
+        return ""
     if was != now:
         return f"{was}..{now}"
     return f"both runs are of commit {now}: {unlike(good, bad) or 'no version'} changed"
