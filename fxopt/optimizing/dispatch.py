@@ -189,7 +189,7 @@ class Graphs:
             (kind[1:], graph.lowered.with_weights())
             for graph in graphs
             for kind in graph.kinds
-            if kind[0] == "forward"
+            if kind.method == "forward"
         ]
 
     @property
@@ -272,7 +272,7 @@ class Graphs:
             return  # others are put in for the time being, as by `torch.func.functional_call`
         try:
             named = inputs.named(getattr(self._model, inputs.method))
-            sizes, key = sizes_of(named), (inputs.method, inputs.kind[-1], structure_of(named))
+            sizes, key = sizes_of(named), (inputs.method, inputs.kind.images, structure_of(named))
         except Exception as error:  # whatever objects the inputs are, the model may know what to do with them
             reason = f"its inputs cannot be described ({error_text(error)})"
             after.append(lambda _: self._warn(inputs, reason))

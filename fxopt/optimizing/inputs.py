@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,15 @@ from fxopt.memory_formats import images_in_channels_last
 from fxopt.objects import entries, is_open, nested, tensors_in
 from fxopt.outputs import mapped
 
-Kind = tuple[str, int, tuple[str, ...], tuple[int, ...]]
-"""The method, how many arguments a call gives by position, the names of the others, and which are images in channels_last."""
+
+class Kind(NamedTuple):
+    """A kind of call: the method, how many arguments by position, the names of the others, and which are images in channels_last."""
+
+    method: str
+    positional: int
+    names: tuple[str, ...]
+    images: tuple[int, ...]
+
 
 Dims = set[tuple[int, int]]
 """Dimensions of inputs, each as the number of the tensor and of the dimension."""
@@ -41,11 +48,8 @@ class Inputs:
     @property
     def kind(self) -> Kind:
         """The kind of the call."""
-        return (
-            self.method,
-            len(self.args),
-            tuple(self.kwargs),
-            images_in_channels_last(self.args, self.kwargs),
+        return Kind(
+            self.method, len(self.args), tuple(self.kwargs), images_in_channels_last(self.args, self.kwargs)
         )
 
     def with_dicts(self) -> tuple[Inputs, list[tuple[Any, dict[Any, Any]]]]:
