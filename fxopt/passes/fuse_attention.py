@@ -37,7 +37,8 @@ class FuseAttention(ReversibleRewrite[Attention]):
     in training mode where a mask holds -1e4 or less. Such masks are refused, but for a single constant one with a key in each
     row, as in causal attention, and with `each_row_has_a_key` or `inference`. A mask that comes in from outside is not looked
     at: a row of it that is -inf gives NaN when it is written out, and zeros from the call. So does a row of queries that is NaN.
-    The kernels of the CPU have no second derivatives, and none in forward mode.
+    In eval mode, a row that a mask of -1e4 or less hides entirely has other gradients. The kernels of the CPU have no second
+    derivatives, and none in forward mode.
 
     Attributes:
         each_row_has_a_key: tell that no row is masked entirely in any run. Random masks of `verify=True` may have such rows.
