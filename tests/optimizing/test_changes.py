@@ -403,7 +403,7 @@ def test_a_model_that_is_another_one_at_each_call_runs_itself_and_says_so():
     calls = next(number for number in range(20_000) if fast(X) is not None and reasons(fast) == [None])
     assert calls > 2
     fast(input=X)  # the same graph takes it, without waiting
-    assert [kind for kind, _ in getattr(fast, GRAPHS).made()] == [(1, ()), (0, ("input",))]
+    assert [kind for kind, _ in getattr(fast, GRAPHS).made()] == [(1, (), ()), (0, ("input",), ())]
 
 
 @torch.no_grad()
