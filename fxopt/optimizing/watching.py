@@ -67,6 +67,9 @@ class State:
         self._memory = [t.detach() for t in self._placed]
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
         self.read: set[tuple[int, Any]] = set()
+        self._replaced = (
+            False  # whether a list gave way to an equal one, as those of the active adapters of peft do
+        )
         short = (each for each in found.values() if type(each) in _CONTAINERS and len(each) <= _LONGEST)
         parts = (part for each in short for part in _parts(each).values())
         times = collections.Counter(id(part) for part in parts if isinstance(part, Tensor))
@@ -110,13 +113,14 @@ class State:
             return False
         reads = len(self.read)  # while another graph is made, it grows
         if (sum(map(dict_version, self._dicts)), reads) != self._compared:  # versions only grow
-            versions = [*map(dict_version, self._dicts)]
+            versions, self._replaced = [*map(dict_version, self._dicts)], False
             changed = itertools.compress(self._copies, map(operator.ne, versions, self._versions))
             if not all(
                 itertools.starmap(self._is_same, changed if reads == self._compared[1] else self._copies)
             ):
                 return False
-            self._versions, self._compared = versions, (sum(versions), reads)
+            if not self._replaced:  # else the next call compares again: nobody watches a new list
+                self._versions, self._compared = versions, (sum(versions), reads)
         return all(itertools.starmap(self._is_same, self._others))
 
     def _is_same(self, now: Any, before: Any) -> bool:
@@ -131,7 +135,9 @@ class State:
             if old is new:
                 continue
             _, left = self._assigned.get((id(now), key), (None, None))
-            if isinstance(new, _PLAIN):
+            if MODULES in now and _are_equal(old, new):
+                same = self._replaced = True
+            elif isinstance(new, _PLAIN):
                 same = _written(old) == _written(new) or _written(new) in (left or ())
             else:
                 unread = MODULES in now and (id(now), key) not in self.read
@@ -210,6 +216,16 @@ def _left(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     return _written(value) if isinstance(value, _PLAIN) else id(value)
+
+
+def _are_equal(old: Any, new: Any) -> bool:
+    """Tell whether two lists or tuples have the same numbers, flags and texts."""
+    if type(old) is not type(new) or type(old) not in (list, tuple) or len(old) != len(new):
+        return False
+    pairs = zip(old, new, strict=True)
+    return len(old) <= _LONGEST and all(
+        isinstance(one, _PLAIN) and _written(one) == _written(other) for one, other in pairs
+    )
 
 
 def _is_alike(old: Any, new: Any) -> bool:

@@ -206,3 +206,16 @@ def test_a_forward_may_assign_a_view_of_a_buffer():
             assert model.rows.shape == (rows, 4)
     assert len(fast.report) == 2
     assert not fast.report.fallbacks
+
+
+@torch.no_grad()
+def test_a_list_that_gives_way_to_an_equal_one_is_no_change():
+    """peft makes a new list of its active adapters for each switch."""
+    model = module(lambda m, x: m.layer(x) + sum(m.shifts), layer=nn.Linear(4, 4), shifts=[1.0, 2.0])
+    fast, x = fxopt.optimize(model, tune=False), torch.randn(2, 4)
+    for shifts in ([1.0, 2.0], [1.0, 2.0], [1.0, -2.0], [1.0, 2.0]):
+        model.shifts = shifts
+        torch.testing.assert_close(fast(x), model(x))
+    assert len(fast.report) == 2
+    model.shifts.append(3.0)
+    torch.testing.assert_close(fast(x), model(x))
