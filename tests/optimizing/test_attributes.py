@@ -11,6 +11,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 import fxopt
 from fxopt.errors import FallbackWarning
 from fxopt.optimizing import dispatch, prepare
+from tests.modules import module
 
 X = torch.randn(3, 4)
 
