@@ -33,7 +33,7 @@ FILES = """## Files
 | `latest/compatibility/<model>.md` | one model: pass × device with verdict, sites, error and speed |
 | `latest/passes/<pass>.md` | one pass: models, where it rewrites, what it refuses, error and gain |
 | `latest/repro/<case>.py` | a script that shows a failure without the harness |
-| `part/` | the last part of another commit, other versions or another zoo than `latest/`, which it leaves alone |
+| `part/` | parts of another commit, other versions or another zoo than `latest/`, until they are a whole run |
 | `history/<run>.parquet` | every whole run |
 | `baseline/records.parquet` | a run to give `fxopt compare` as the baseline |
 | `architectures/` | the last sweep over every architecture of transformers |

@@ -67,9 +67,7 @@ class State:
         self._memory = [t.detach() for t in self._placed]
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
         self.read: set[tuple[int, Any]] = set()
-        self._replaced = (
-            False  # whether a list gave way to an equal one, as those of the active adapters of peft do
-        )
+        self._replaced = False  # whether a list gave way to an equal one, which peft makes for each switch
         short = (each for each in found.values() if type(each) in _CONTAINERS and len(each) <= _LONGEST)
         parts = (part for each in short for part in _parts(each).values())
         times = collections.Counter(id(part) for part in parts if isinstance(part, Tensor))
@@ -113,13 +111,13 @@ class State:
             return False
         reads = len(self.read)  # while another graph is made, it grows
         if (sum(map(dict_version, self._dicts)), reads) != self._compared:  # versions only grow
-            versions, self._replaced = [*map(dict_version, self._dicts)], False
+            versions = [*map(dict_version, self._dicts)]
             changed = itertools.compress(self._copies, map(operator.ne, versions, self._versions))
             if not all(
                 itertools.starmap(self._is_same, changed if reads == self._compared[1] else self._copies)
             ):
                 return False
-            if not self._replaced:  # else the next call compares again: nobody watches a new list
+            if not self._replaced:  # else calls compare from now on: nobody watches the new list
                 self._versions, self._compared = versions, (sum(versions), reads)
         return all(itertools.starmap(self._is_same, self._others))
 

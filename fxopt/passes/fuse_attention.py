@@ -33,10 +33,11 @@ class FuseAttention(ReversibleRewrite[Attention]):
     because it rounds less on the way.
 
     A row of scores that is masked entirely gives something else, or has other gradients, where scores are set to a value
-    (`masked_fill`), where a mask holds -inf, on a GPU also the least float32, where two masks that are added in turn make -inf, in float16, and
-    in training mode where a mask holds -1e4 or less. Such masks are refused, but for a single constant one with a key in each
-    row, as in causal attention, and with `each_row_has_a_key` or `inference`. A mask that comes in from outside is not looked
-    at: a row of it that is -inf gives NaN when it is written out, and zeros from the call. So does a row of queries that is NaN.
+    (`masked_fill`), where a mask holds -inf, on a GPU also the least float32, where two masks that are added in turn make
+    -inf, in float16, and in training mode where a mask holds -1e4 or less. Such masks are refused, but for a single constant
+    one with a key in each row, as in causal attention, and with `each_row_has_a_key` or `inference`. A mask that comes in from
+    outside is not looked at: a row of it that is -inf gives NaN when it is written out, and zeros from the call. So does a row
+    of queries that is NaN.
     In eval mode, a row that a mask of -1e4 or less hides entirely has other gradients. The kernels of the CPU have no second
     derivatives, and none in forward mode.
 

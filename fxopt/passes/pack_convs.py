@@ -35,8 +35,7 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
 
     Convolutions that only layout-keeping operators (activations, additions, pooling, normalization) stand between stay in channels_last
     from the first to the last. What leaves such a region is copied to the layout that it had before, unless nothing behind depends on
-    the layout. So views, and what the graph returns, are as before for images in the layout of those
-    of the capture.
+    the layout. So views, and what the graph returns, are as before for images in the captured layout.
 
     With `tune=True`, each distinct shape is timed once, and a region is rewritten where its layers are faster together, the copies at
     its borders counted. oneDNN's kernel holds the weight twice; see `PackLinears` for what a packed layer follows.

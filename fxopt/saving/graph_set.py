@@ -35,9 +35,8 @@ class GraphSet(nn.Module):
         """Compute what the model does; GuardError where no graph was made for such inputs."""
         call, reasons = (len(args), tuple(kwargs), images_in_channels_last(args, kwargs)), list[str]()
         graphs = zip(self.calls, self.graphs, strict=True)
-        for (count, names, *_), graph in sorted(
-            graphs, key=lambda each: each[0] != call
-        ):  # the order may matter
+        # The order of names may matter. Folders of earlier versions say nothing of images.
+        for (count, names, *_), graph in sorted(graphs, key=lambda each: each[0] != call[: len(each[0])]):
             if count == len(args) and set(names) == kwargs.keys():
                 try:
                     return graph(*args, **kwargs)

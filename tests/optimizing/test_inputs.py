@@ -7,27 +7,16 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.kernels import kernels_for
-from fxopt.optimizing import prepare
 from fxopt.testing import randomise
 from tests.modules import module
+from tests.optimizing.graphs import NEEDS_KERNELS, reasons
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:falls back to eager"),
-    pytest.mark.skipif(
-        not kernels_for(nn.Linear(16, 16)), reason="this build of torch has no packed kernels"
-    ),
+    pytest.mark.usefixtures("no_timing"),
+    NEEDS_KERNELS,
 ]
 X = torch.randn(4, 16)
-
-
-def reasons(fast):
-    return [each.reason for each in fast.report]
-
-
-@pytest.fixture(autouse=True)
-def no_timing(monkeypatch):
-    monkeypatch.setattr(prepare, "speedup", lambda *_: 1.5)
 
 
 @torch.no_grad()
