@@ -1,4 +1,4 @@
-"""What tests of the graphs of `fxopt.optimize` share."""
+"""The reasons and the mark that tests of the graphs of `fxopt.optimize` share."""
 
 import pytest
 from torch import nn
