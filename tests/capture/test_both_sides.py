@@ -9,6 +9,7 @@ from torch import nn
 from torch.export import Dim
 
 import fxopt
+from fxopt.capture.runs.forward_run import ForwardRun
 from fxopt.capture.runtime.conditional import IfElse
 from fxopt.testing import randomise
 
@@ -273,6 +274,20 @@ def test_each_side_is_taken_as_the_model_takes_it(case):
         copy.deepcopy(traced).requires_grad_(False), copied[0].requires_grad_(False), [(X,), (-X,)]
     )
     assert_as_model(copied[1].requires_grad_(False), copied[0], [(X,), (-X,)])
+
+
+def test_no_run_is_repeated(monkeypatch):
+    scripts, record = [], ForwardRun.record
+
+    def recorded(self):
+        answers = self.request.answers
+        scripts.append(([(each.answer, each.otherwise) for each in answers.settled], dict(answers.at_lines)))
+        return record(self)
+
+    monkeypatch.setattr(ForwardRun, "record", recorded)
+    traced = fxopt.trace(does(lambda self, x: x * self.first if x.sum() > 0 else x - 1), (X,))
+    assert nodes(traced)
+    assert all(scripts.count(each) == 1 for each in scripts)
 
 
 def test_layers_of_a_side_are_recorded_call_by_call_and_the_others_stay_layers():

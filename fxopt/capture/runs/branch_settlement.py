@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fxopt.capture.data_dependence.branches import (
     ALWAYS,
@@ -52,6 +53,39 @@ def explore_branches(capture: Callable[[Outcomes], RunResult], like: Outcomes | 
             return _BothSides(capture, known).settled(Outcomes(both=known))
         except TraceError:
             raise refused from None
+
+
+class KeptRuns:
+    """Runs and refusals by their scripts: each way of settling branches begins with those of the way before.
+
+    Args:
+        capture: runs the forward with a script.
+    """
+
+    def __init__(self, capture: Callable[[Outcomes], RunResult]) -> None:
+        self._capture = capture
+        self._found: dict[Any, tuple[RunResult | TraceError, list[bool]]] = {}
+
+    def clear(self) -> None:
+        """Forget all runs, as of another request."""
+        self._found.clear()
+
+    def __call__(self, script: Outcomes) -> RunResult:
+        """The run with a script; TraceError where that run raises it."""
+        settled = tuple((outcome.answer, outcome.otherwise) for outcome in script.settled)
+        key = settled, tuple(script.at_lines.items()), tuple(script.ends.items())
+        if key not in self._found:
+            try:
+                found: RunResult | TraceError = self._capture(script)
+            except TraceError as error:
+                found = error
+            self._found[key] = found, [outcome.asked for outcome in script.settled]
+        found, asked = self._found[key]
+        for outcome, each in zip(script.settled, asked, strict=True):
+            outcome.asked = each
+        if isinstance(found, TraceError):
+            raise found
+        return dataclasses.replace(found, request=dataclasses.replace(found.request, answers=script))
 
 
 def _without_branches(capture: Callable[[Outcomes], RunResult], like: Outcomes | None) -> RunResult:

@@ -26,7 +26,7 @@ from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.assembly import assemble
 from fxopt.capture.runs.assigned_buffers import held_alone, replaced_buffers
 from fxopt.capture.runs.both_sides import called_in_branches
-from fxopt.capture.runs.branch_settlement import explore_branches
+from fxopt.capture.runs.branch_settlement import KeptRuns, explore_branches
 from fxopt.capture.runs.cached_values import RepeatedCalls
 from fxopt.capture.runs.eager_comparison import check_against_eager
 from fxopt.capture.runs.equivalence import equivalent, is_steady_state, size_one_guards
@@ -78,7 +78,9 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
     def record(answers: Outcomes, **changes: Any) -> RunResult:
         """A run with this script, after what else is to be assumed from now on."""
         nonlocal request
-        request = dataclasses.replace(request, **changes)
+        if changes:
+            kept.clear()
+            request = dataclasses.replace(request, **changes)
         run = ForwardRun(dataclasses.replace(request, answers=answers))
         try:
             made = run.record()
@@ -116,14 +118,16 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
         # Such a number counts calls or tokens: it is free, as are the sizes that it counts; in a tensor, it is no constant.
         return record(answers, moving=request.moving | made.moved)
 
+    kept = KeptRuns(record)
     if request.specialize:
         return record(Outcomes())
     like = general.request.answers if general else None
     while True:
-        made = explore_branches(record, like)
+        made = explore_branches(kept, like)
         inside = modules_at(called_in_branches(made.graph))
         if not inside:
             return made
+        kept.clear()
         request, like = dataclasses.replace(request, layers=request.layers - inside), made.request.answers
 
 
