@@ -32,6 +32,8 @@ from ..zoo.build import Captured, capture, capture_first, ways
 from ..zoo.entry import Entry
 from .rewritten import Explained, Rewritten, explained, rewrite
 
+_MUCH = 2**25  # bytes of weights, of which not many copies shall wait for the garbage collector
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -218,7 +220,8 @@ class Subject:
         others = self._made["rewritten"]
         if any(name != pipeline for name, _ in others):
             others.clear()
-            gc.collect()  # a graph and its module refer to each other, and hold a copy of the model
+            if sum(parameter.nbytes for parameter in self.model(dtype).parameters()) > _MUCH:
+                gc.collect()  # a graph and its module refer to each other, and hold a copy of the model
         traced = self.traced(dtype)
         with self.entering("transform"):
             return rewrite(traced, self.members(pipeline))
