@@ -24,7 +24,7 @@ def is_channels_last(value: Tensor) -> bool:
 
 
 def images_in_channels_last(args: Iterable[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """The places of images that torch takes for channels_last, among the arguments of a call and the entries of containers.
+    """The places of images and videos that torch takes for channels_last, among the arguments of a call and the entries of containers.
 
     Convolutions give their outputs the layout that they take an input for.
 
@@ -44,10 +44,10 @@ def images_in_channels_last(args: Iterable[Any], kwargs: Mapping[str, Any]) -> t
 
 
 def _suggests(value: Tensor) -> bool:
-    if value.dim() != 4 or value.layout is not torch.strided or value.is_nested:
+    if value.dim() not in (4, 5) or value.layout is not torch.strided or value.is_nested:
         return False
     sizes, strides, least = value.shape, value.stride(), 0
-    for dim in (1, 3, 2, 0):  # as `suggest_memory_format` of torch's C++
+    for dim in (1, *range(value.dim() - 1, 1, -1), 0):  # as `suggest_memory_format` of torch's C++
         if sizes[dim] == 0 or strides[dim] < least or (dim == 0 and strides[1] == least):
             return False
         least = strides[dim] * sizes[dim]

@@ -159,6 +159,16 @@ def test_outputs_have_the_layout_that_the_model_gives_them():
 
 
 @torch.no_grad()
+def test_outputs_of_videos_have_the_layout_that_the_model_gives_them():
+    model = randomise(nn.Sequential(nn.Conv3d(3, 4, 3), nn.ReLU()).eval())
+    fast, video = fxopt.optimize(model, tune=False), torch.randn(2, 3, 6, 8, 8)
+    for x in (video, video.to(memory_format=torch.channels_last_3d), video):
+        assert fast(x).stride() == model(x).stride()
+        torch.testing.assert_close(fast(x), model(x), atol=1e-5, rtol=1e-5)
+    assert reasons(fast) == [None, None]
+
+
+@torch.no_grad()
 def test_images_in_containers_have_layouts_too(tmp_path):
     model = randomise(module(lambda m, images: m.layer(images["x"]), layer=nn.Conv2d(1, 4, 3)))
     fast, image = fxopt.optimize(model, tune=False), torch.randn(2, 1, 8, 8)
