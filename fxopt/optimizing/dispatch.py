@@ -49,7 +49,7 @@ _LAUNCHING = ("cuda",)  # devices that compute while Python goes on
 _OWN_KERNELS = "an input is a tensor of another class or layout, such as a nested or sparse one, which graphs do not take"
 _CHANGED = "the model was changed while its graph was made"
 _KEPT = "the forward assigns no more what it assigned before: perhaps it keeps that"
-_RESTLESS_MODEL = "the model changes often: it gets a graph when its calls since a change have taken as long as making a graph"
+_WAITING = "it gets a graph when its calls since a change have taken as long as making a graph"
 _ALL = weakref.WeakSet["Graphs"]()
 
 
@@ -178,6 +178,7 @@ class Graphs:
         with lock:
             self.books: tuple[_Book, ...] = ()  # one for each state
             self._changes = self._kept = 0
+            self._changed = self._restless = ""  # what the last change was; the reason why no graph is made
             self._cost = 0.0  # the seconds that the last graph took to make
             # Optimized parts of the module that are called by themselves, by the ids of what they stand for.
             self.parts: dict[int, Any] = {}
@@ -319,7 +320,8 @@ class Graphs:
             self._warn(inputs, structure.failures[-1])
             return None
         if again and self._waits(book):
-            self._warn(inputs, _RESTLESS_MODEL)
+            self._restless = self._restless or f"the model changes often, last in {self._changed}: {_WAITING}"
+            self._warn(inputs, self._restless)
             return None
         free = {place for place, _ in structure.sizes - sizes}
         # Perhaps the forward assigns no more what it has assigned: the state without that is the one before its graph is made.
@@ -445,7 +447,9 @@ class Graphs:
 
     def _opened(self, state: State | None = None) -> _Book:
         """A new book for the model as it is, or in a state. The lock is held."""
-        self._changes += bool(self.books)
+        last = self._last()
+        if last:
+            self._changes, self._changed = self._changes + 1, last.state.changed
         state = state or State(self._model, {place for book in self.books for place in book.state.places})
         live = sorted((b for b in self.books if not b.state.is_gone()), key=lambda book: -book.used)
         opened = _Book(state, next(self._uses))

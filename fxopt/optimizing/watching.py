@@ -67,6 +67,7 @@ class State:
         self._memory = [t.detach() for t in self._placed]
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
         self.read: set[tuple[int, Any]] = set()
+        self._changed = "a container"
         self._replaced = False  # whether a list gave way to an equal one, which peft makes for each switch
         short = (each for each in found.values() if type(each) in _CONTAINERS and len(each) <= _LONGEST)
         parts = (part for each in short for part in _parts(each).values())
@@ -104,6 +105,11 @@ class State:
             sum(map(version_of, self._tensors)) != self._written
             or [*map(Tensor.data_ptr, self._placed)] != self._addresses
         )
+
+    @property
+    def changed(self) -> str:
+        """What is not as it was, where `holds` has found that."""
+        return "a weight" if self.is_gone() else self._changed
 
     def holds(self) -> bool:
         """Tell whether all is as it was; in a model as large as BERT-base, some 50 microseconds."""
@@ -143,6 +149,7 @@ class State:
                     unread and (left is not None or (self._is_alone(old, new) and _is_alike(old, new)))
                 )
             if not same:
+                self._changed = repr(key) if isinstance(key, str) else self._changed
                 return False
         return True
 

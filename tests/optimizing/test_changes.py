@@ -386,7 +386,7 @@ def test_a_model_that_is_another_one_at_each_call_runs_itself_and_says_so():
             model[0].weight.mul_(1.01)
             torch.testing.assert_close(fast(X), model(X))
 
-    with pytest.warns(fxopt.FallbackWarning, match="changes often") as caught:
+    with pytest.warns(fxopt.FallbackWarning, match="changes often, last in a weight: it gets") as caught:
         change_and_call(8)
     assert len(caught) == 1
     assert reasons(fast) == []
@@ -394,6 +394,42 @@ def test_a_model_that_is_another_one_at_each_call_runs_itself_and_says_so():
     assert calls > 2
     fast(input=X)  # the same graph takes it, without waiting
     assert [kind for kind, _ in getattr(fast, GRAPHS).made()] == [(1, (), ()), (0, ("input",), ())]
+
+
+@pytest.mark.parametrize("name", ["requests", "log", "seen"])
+@torch.no_grad()
+def test_a_model_that_changes_often_says_in_what(name):
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU()).eval()
+    model.requests, model.log, model.seen = 0, {"loss": 0.0}, []
+    fast = fxopt.optimize(model, (X,), tune=False)
+    changed = {"requests": "'requests'", "log": "'loss'", "seen": "a container"}[name]
+
+    def change_and_call(number):
+        model.requests += name == "requests"
+        model.log["loss"] += name == "log"
+        model.seen += [number] * (name == "seen")
+        return fast(X)
+
+    with pytest.warns(fxopt.FallbackWarning, match=f"changes often, last in {changed}: it gets"):
+        any(change_and_call(number) is None for number in range(8))
+
+
+@torch.no_grad()
+def test_a_parameter_that_the_first_call_makes_is_named():
+    def scaled(m, x):
+        if m.scale is None:
+            m.scale = nn.Parameter(torch.ones(x.shape[-1]))
+        return m.layer(x) * m.scale
+
+    model = module(scaled, layer=nn.Linear(16, 16))
+    model.scale = None
+    fast = fxopt.optimize(model, tune=False)
+    with pytest.warns(
+        fxopt.FallbackWarning, match="deletes 'scale', or puts a parameter or buffer in its place"
+    ):
+        fast(X)
+    torch.testing.assert_close(fast(X), model(X))
+    assert None in reasons(fast)
 
 
 @torch.no_grad()

@@ -243,7 +243,8 @@ class ForwardRun:
         if not self.request.method:
             return result
         if gone := held.keys() - shell.held_by_name().keys():
-            self.recorder.fail(f"the forward deletes {min(gone)[1]!r}")
+            name = min(gone)[1]
+            self.recorder.fail(f"the forward deletes {name!r}, or puts a parameter or buffer in its place")
         found = shell.assigned(held, self.request.earlier.assigned)
         assigned = {place: value for place, value in found.items() if place[1] not in BY_FIRST_CALL}
         self._assigned = [*assigned]
