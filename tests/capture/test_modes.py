@@ -83,6 +83,34 @@ class Cube(torch.autograd.Function):
 taken_before = Cube.apply
 
 
+class Exp(torch.autograd.Function):
+    """Saves what it returns."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 100 * grad * ctx.saved_tensors[0]
+
+
+class ExpInTwo(torch.autograd.Function):
+    """The same with a context that is set up apart."""
+
+    backward = Exp.backward
+
+    @staticmethod
+    def forward(x):
+        return x.exp()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+
 class Custom(torch.nn.Module):
     def forward(self, x):
         return Cube.apply(x, 2) + 1
@@ -265,6 +293,34 @@ def test_an_autograd_function_that_takes_a_module_is_captured_without_gradients(
     model.forward = lambda x: taken(x, model.layer)
     with pytest.raises(fxopt.TraceError, match="through a reference .* taken earlier"):
         fxopt.trace(model, (x,))
+
+
+@pytest.mark.parametrize("function", [Exp, ExpInTwo])
+def test_what_a_function_saves_is_not_in_the_graph(function):
+    class Saves(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.taken = torch.nn.Linear(4, 4), function.apply
+
+        def forward(self, x):
+            return self.taken(self.layer(x)).sum()
+
+    model = Saves()
+    traced = fxopt.trace(model, (X,))
+    assert [node.op for node in traced.graph.nodes][-4:] == [
+        "call_module",
+        "call_function",
+        "call_method",
+        "output",
+    ]
+    with torch.no_grad():
+        assert torch.equal(traced(X), model(X))
+    gradients = []
+    for module in (model, traced):
+        x = X.clone().requires_grad_()
+        module(x).backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
 
 
 HOOKS = {

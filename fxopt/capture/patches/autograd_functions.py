@@ -65,10 +65,32 @@ def _patch_forward(patch: Patches, cls: Any, recorder: Recorder) -> None:
             )
         context = args[: int(bool(args) and isinstance(args[0], torch.autograd.function.FunctionCtx))]
         call = functools.partial(forward, *context)
-        return _call(recorder, cls, call, args[len(context) :], kwargs)
+        result = _call(recorder, cls, call, args[len(context) :], kwargs)
+        _save_nothing(*context)
+        return result
 
     seen.original = forward  # type: ignore[attr-defined]
     patch.set(cls, "forward", staticmethod(seen))
+    if cls.setup_context is not Function.setup_context:
+        _patch_setup_context(patch, cls)
+
+
+def _patch_setup_context(patch: Patches, cls: Any) -> None:
+    set_up = cls.setup_context
+
+    @functools.wraps(set_up)
+    def seen(context: Any, *args: Any, **kwargs: Any) -> None:
+        set_up(context, *args, **kwargs)
+        if patch.active():
+            _save_nothing(context)
+
+    patch.set(cls, "setup_context", staticmethod(seen))
+
+
+def _save_nothing(*contexts: Any) -> None:
+    """Forget what was saved for a backward that nobody runs: torch would copy outputs among it, as if the forward did that."""
+    for context in contexts:
+        context.save_for_backward()
 
 
 def _call(recorder: Recorder, cls: type, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
