@@ -85,6 +85,9 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())
 
 
+UNTRIED = "this model is not tried for its other cases: it has hung or died in"
+"""How the reason begins that cases were skipped for; the cases that hung or died follow."""
+
 AGAIN = "fxopt validate --model {model} -k {case}"
 """The command that runs one case alone: no id is a part of another one of the same model."""
 

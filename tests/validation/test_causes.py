@@ -8,7 +8,7 @@ import datetime
 import pytest
 
 from validation import store
-from validation.records import Case, Check, Outcome, Record
+from validation.records import UNTRIED, Case, Check, Outcome, Record
 from validation.report import headline, markdown, worse_lines
 
 MODELS = ("bert", "resnet", "whisper")
@@ -180,6 +180,41 @@ def test_no_pass_is_to_blame_where_the_graph_without_any_fails(run):
     (cause,) = headline.since(night(run, 0, fails), []).causes
     assert cause.text == "bert does not run: ValueError: broken in two lines"
     assert cause.models == ("bert",)
+
+
+def dies(record, outcome=Outcome.CRASH):
+    """Two cases of a pass end their process, and the others of the model are not tried."""
+    if record.case.model != "bert":
+        return record
+    if record.case.pipeline == ("MergeLinears",):
+        return dataclasses.replace(record, outcome=outcome, reason="the process ended itself with status 3")
+    reason = f"{UNTRIED} bert-MergeLinears-cpu-effect, bert-MergeLinears-cpu-equivalence"
+    return dataclasses.replace(record, outcome=Outcome.SKIP, reason=reason)
+
+
+def test_cases_that_are_not_tried_belong_to_what_ended_the_process(run):
+    (cause,) = headline.since(night(run, 1, dies), [night(run, 0)]).causes
+    assert cause.text == "MergeLinears crashes in bert: the process ended itself with status 3"
+    assert cause.cases == 10
+
+    def raises(record):
+        return dies(record, Outcome.ERROR) if record.case.pipeline == ("MergeLinears",) else record
+
+    (cause,) = headline.since(night(run, 1, dies), [night(run, 0, raises)]).causes
+    assert cause.text == f"bert: {UNTRIED} bert-MergeLinears-cpu-effect, bert-MergeLinears-cpu-equivalence"
+    assert cause.command == "fxopt validate --model bert -k bert-MergeLinears-cpu-effect"
+
+
+def test_a_process_that_ends_in_the_arm_of_another_pass_is_that_pass_s(run):
+    def ends(record):
+        if record.case != Case("bert", ("MergeLinears",), "cpu", Check.EQUIVALENCE):
+            return record
+        return dataclasses.replace(
+            record, outcome=Outcome.CRASH, stage="transform FuseBiasInLinear", reason="it ended"
+        )
+
+    (cause,) = headline.since(night(run, 1, ends), [night(run, 0)]).causes
+    assert cause.text == "FuseBiasInLinear crashes in bert: it ended in stage transform FuseBiasInLinear"
 
 
 def test_the_failures_of_a_first_run_are_grouped_too(run):

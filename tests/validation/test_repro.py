@@ -96,6 +96,14 @@ def test_a_script_ends_with_1_until_the_pass_is_right(
         assert ending(record.repro, tmp_path) == 1
 
 
+@pytest.mark.long
+def test_a_script_sees_the_strides_of_outputs(tmp_path: Path) -> None:
+    direct = PARTS | {"model": "tests.validation.wrong_passes.Direct"}
+    (record,) = records(direct, {"A": MergeLinears()}, (Check.EQUIVALENCE, "A"))
+    assert "expected the strides (3, 1), got (6, 1)" in record.reason
+    assert ending(record.repro, tmp_path) == 1
+
+
 def test_a_script_of_a_round_trip(tmp_path: Path) -> None:
     (record,) = records(PARTS, {"A": WrongReverse("a hook is left")}, (Check.ROUND_TRIP, "A"))
     file = tmp_path / "script.py"

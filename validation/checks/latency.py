@@ -102,7 +102,7 @@ def measure(subject: Subject) -> Measured:
             except Exception as error:  # whatever a pass makes of a model
                 if arm in (EAGER, CAPTURED, AGAIN) or isinstance(error, MemoryError | torch.OutOfMemoryError):
                     raise
-                failed[arm] = subject.stage, error_text(error)
+                failed[arm] = subject.stage.replace(f"transform {arm}", "transform"), error_text(error)
             subject.enter(stage)
         with subject.entering("time"), torch.no_grad():
             turns = {arm: _turn(run, wait) for arm, run in runs.items()}
@@ -124,7 +124,7 @@ def _arms(subject: Subject) -> dict[str, Callable[[], Callable[[], object] | Non
     def rewritten(pipeline: tuple[str, ...]) -> Callable[[], object] | None:
         module = sharing_copy(subject.traced(dtype))
         for pass_ in subject.members(pipeline):
-            subject.enter("transform")
+            subject.enter(f"transform {'+'.join(pipeline)}")
             module = pass_(module)
         return of(module) if differ(subject.traced(dtype), module) else None
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pandas as pd
 
-from ..records import AGAIN, FAILING, TIMED, Check, Outcome, counted, one_line
+from ..records import AGAIN, FAILING, TIMED, UNTRIED, Check, Outcome, counted, one_line
 from ..zoo.plan import ALL, EXACT, OPTIMIZED
 from .compare import VANISHED
 
@@ -27,6 +27,9 @@ PASSES = (ALL, EXACT)
 """The pipelines of many passes, of which one may be the cause."""
 
 _VERDICTS = ("outcome", "new failure", "stage")
+
+_ENDED = (Outcome.TIMEOUT, Outcome.MEMORY, Outcome.CRASH)
+"""The outcomes of a case whose process has ended with it."""
 
 _VERBS: dict[str, str] = {
     Outcome.FAIL: "fails",
@@ -85,7 +88,12 @@ def causes(
     # A pass is not to blame where the graph without any pass fails.
     verdicts = [each for each in worse if each.kind in _VERDICTS and each.check == Check.PARITY]
     broken = {(each.model, each.device): _key(each, []) for each in verdicts}
+    dead = {(each.model, each.device): _key(each, []) for each in worse if each.after in _ENDED}
     for each in worse:
+        if each.untried:
+            key = dead.get((each.model, each.device)) or _key(each, [])
+            groups.setdefault(key, []).append(each)
+            continue
         names = of_model[each.model] if each.pipeline in PASSES else each.pipeline.split("+")
         guilty = [name for name, _ in alone.most_common() if name in names]
         key = broken.get((each.model, each.device)) if each.kind in _VERDICTS else None
@@ -120,10 +128,22 @@ class _Change:
         return self.kind in _VERDICTS and self.stage in CAPTURE
 
     @property
+    def untried(self) -> bool:
+        """True if the case did not run, as others had ended the process of its model."""
+        return self.explanation.startswith(UNTRIED)
+
+    @property
+    def blamed(self) -> str:
+        """The pipeline that ran where the case ended: the first latency case of a model runs those of all."""
+        stage, _, other = self.stage.partition(" ")
+        return other if stage == "transform" and other else self.pipeline
+
+    @property
     def rank(self) -> tuple[int, float, bool, str]:
         """The worst kind first, then the fewest passes, timed and counted cases last: the first of a group shows its cause best."""
         passes = math.inf if self.pipeline in PASSES else len(self.pipeline.split("+")) * bool(self.pipeline)
         severity = _SEVERITY.index(self.kind) if self.kind in _SEVERITY else len(_SEVERITY)
+        severity += len(_SEVERITY) * self.untried
         # A wrong output says more than the number of sites that came with it.
         return severity, passes, self.check in (*TIMED, Check.EFFECT), self.id
 
@@ -134,17 +154,20 @@ def _key(change: _Change, guilty: Sequence[str]) -> tuple[str, ...]:
         return (change.kind,)
     if change.lost:
         return change.stage, re.sub(r"'[^']*'|\S*[/\d]\S*", "…", change.explanation)
-    if change.pipeline in OPTIMIZED:
+    if change.untried:
+        return "untried", change.model, change.device
+    if change.blamed in OPTIMIZED:
         return "optimize", change.kind
-    if change.pipeline:
-        return "pass", (*guilty, change.pipeline)[0]
+    if change.blamed:
+        return "pass", (*guilty, change.blamed)[0]
     return "graph", change.kind
 
 
 def _cause(group: Sequence[_Change], since: Mapping[Identity, str]) -> Cause:
     first, *others = sorted(group, key=lambda change: change.rank)
     models = tuple(sorted({each.model for each in group}))
-    command = AGAIN.format(model=first.model, case=first.id) + first.options
+    case = first.explanation.removeprefix(UNTRIED).split(",")[0].strip() if first.untried else first.id
+    command = AGAIN.format(model=first.model, case=case) + first.options
     if first.kind == VANISHED:  # perhaps the whole model plans it no more
         command = command.partition(" -k ")[0] + first.options
     cases = len({each.id for each in group})
@@ -158,11 +181,13 @@ def _cause(group: Sequence[_Change], since: Mapping[Identity, str]) -> Cause:
 
 def _text(first: _Change, others: Sequence[_Change], models: tuple[str, ...]) -> Iterator[str]:
     """The sentence: who, what, where, by how much; then the other kinds of changes with the same cause."""
-    where, what = _named(models), first.pipeline.replace("+", " → ") or "The graph"
+    where, what = _named(models), first.blamed.replace("+", " → ") or "The graph"
     if first.pipeline in OPTIMIZED:
         what = _named(tuple(dict.fromkeys(each.pipeline for each in (first, *others))))
     if first.kind == VANISHED:
         yield f"{where}: {counted(len(others) + 1, 'case')} vanished"
+    elif first.untried:
+        yield f"{where}: {first.explanation}"
     elif first.lost:
         yield f"{where} {CAPTURE[first.stage]}: {first.explanation.removesuffix(f' in stage {first.stage}')}"
     elif first.kind in _VERDICTS:

@@ -13,13 +13,13 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ..records import Case, Outcome, Record
+from ..records import UNTRIED, Case, Outcome, Record
 
 Run = Callable[[Case], Record]
 Make = Callable[[Callable[[Case, str], None]], Run]
@@ -52,7 +52,7 @@ class Pool:
         self._make, self._limit = make, limit
         self._context: Any = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
-        self._deaths = Counter[Group]()
+        self._deaths = defaultdict[Group, list[str]](list)
 
     def run(
         self, cases: Iterable[Case], workers: int, begun: Callable[[Case], None] = lambda case: None
@@ -69,10 +69,11 @@ class Pool:
                     taken = {other.group for other in pool if other is not worker}
                     while case := _next(waiting, worker.group, taken):
                         begun(case)
-                        if self._deaths[_group(case)] < MOST_DEATHS:
+                        dead = self._deaths[_group(case)]
+                        if len(dead) < MOST_DEATHS:
                             worker.begin(case, self._limit(case))
                             break
-                        yield Record(case, Outcome.SKIP, "", UNTRIED)
+                        yield Record(case, Outcome.SKIP, "", f"{UNTRIED} {', '.join(dead)}")
                     else:
                         worker.end()
                         pool.remove(worker)
@@ -85,14 +86,11 @@ class Pool:
                     if worker.dead:
                         pool.remove(worker)
                         if record := worker.obituary():
-                            self._deaths[_group(record.case)] += 1
+                            self._deaths[_group(record.case)].append(record.case.id)
                             yield record
         finally:
             for worker in pool:
                 worker.end()
-
-
-UNTRIED = f"this model has hung or died in {MOST_DEATHS} cases, and is not tried for its others"
 
 
 Group = tuple[str, str]
