@@ -81,8 +81,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def one_line(text: object) -> str:
-    """A text, such as that of an error, on one line."""
-    return " ".join(str(text).split())
+    """A text, such as that of an error, on one line, without what controls a terminal."""
+    return "".join(filter(str.isprintable, " ".join(str(text).split())))
 
 
 UNTRIED = "this model is not tried for its other cases: it has hung or died in"

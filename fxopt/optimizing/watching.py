@@ -108,7 +108,7 @@ class State:
 
     @property
     def changed(self) -> str:
-        """What is not as it was, where `holds` has found that."""
+        """The change that `holds` has found, in words."""
         return "a weight" if self.is_gone() else self._changed
 
     def holds(self) -> bool:

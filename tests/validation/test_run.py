@@ -19,7 +19,7 @@ from tests.validation.planted import (
     entry,
 )
 from validation.judging.subject import Subject
-from validation.records import Case, Check, Outcome
+from validation.records import Case, Check, Outcome, one_line
 from validation.running.run import Runner
 from validation.zoo import build
 from validation.zoo.entry import Entry
@@ -46,6 +46,10 @@ def test_a_model_that_raises_by_itself_ends_before_its_capture(check: Check) -> 
     record = made.run(Case("net", pipeline, "cpu", check))
     assert (record.outcome, record.stage) == (Outcome.ERROR, "run the model")
     assert record.reason.startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+
+
+def test_a_reason_controls_no_terminal() -> None:
+    assert one_line("a\x1b[31m red\n line") == "a[31m red line"
 
 
 def test_a_failed_comparison_is_a_failure_and_no_error() -> None:

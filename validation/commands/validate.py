@@ -13,7 +13,10 @@ EVERYTHING_ELSE = {"allow_extra_args": True, "ignore_unknown_options": True}
 """All that is no option of the command goes to pytest."""
 
 STATUS = {
-    pytest.ExitCode.INTERRUPTED: (130, "interrupted: with --resume, the rest is run"),
+    pytest.ExitCode.INTERRUPTED: (
+        130,
+        "interrupted: with --resume, the rest is run, where no tracked file has changes",
+    ),
     pytest.ExitCode.USAGE_ERROR: (2, ""),
     pytest.ExitCode.NO_TESTS_COLLECTED: (2, "no case is chosen: --collect-only lists them"),
 }

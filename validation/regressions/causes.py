@@ -79,25 +79,28 @@ def causes(
     rows = pd.concat(runs).drop_duplicates("id", keep="last").set_index("id")
     joined = changes[changes["regression"]].drop(columns="regression").join(rows, on="id")
     worse = [_Change(*row) for row in joined.fillna("").astype(str).itertuples(index=False, name=None)]
-    singles = [each.pipeline for each in worse if each.pipeline and "+" not in each.pipeline]
+    ran = [each for each in worse if not each.untried]
+    singles = [each.pipeline for each in ran if each.pipeline and "+" not in each.pipeline]
     alone = Counter(name for name in singles if name not in (*PASSES, *OPTIMIZED))
     of_model: dict[str, set[str]] = defaultdict(set)
     for each in worse:
         of_model[each.model].add(each.pipeline)
     groups: dict[tuple[str, ...], list[_Change]] = {}
     # A pass is not to blame where the graph without any pass fails.
-    verdicts = [each for each in worse if each.kind in _VERDICTS and each.check == Check.PARITY]
+    verdicts = [each for each in ran if each.kind in _VERDICTS and each.check == Check.PARITY]
     broken = {(each.model, each.device): _key(each, []) for each in verdicts}
-    dead = {(each.model, each.device): _key(each, []) for each in worse if each.after in _ENDED}
-    for each in worse:
-        if each.untried:
-            key = dead.get((each.model, each.device)) or _key(each, [])
-            groups.setdefault(key, []).append(each)
-            continue
+    dead: dict[tuple[str, str], tuple[str, ...]] = {}
+    for each in ran:
         names = of_model[each.model] if each.pipeline in PASSES else each.pipeline.split("+")
         guilty = [name for name, _ in alone.most_common() if name in names]
         key = broken.get((each.model, each.device)) if each.kind in _VERDICTS else None
-        groups.setdefault(key or _key(each, guilty), []).append(each)
+        key = key or _key(each, guilty)
+        groups.setdefault(key, []).append(each)
+        if each.after in _ENDED:
+            dead[each.model, each.device] = key
+    for each in worse:
+        if each.untried:
+            groups.setdefault(dead.get((each.model, each.device)) or _key(each, []), []).append(each)
     found = [_cause(group, since) for group in groups.values()]
     return sorted(found, key=lambda cause: -cause.cases)
 

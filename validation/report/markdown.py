@@ -98,7 +98,7 @@ LEGEND = (
     "A verdict is the worst outcome of the checks of a pass: `pass` was compared and found right, `no-op` "
     "found nothing to rewrite, `expected` failed as the zoo file says it does, `unjudged` moved the outputs without a stated limit. "
     "An `optimize` passes with an error of 0 and a latency ratio of 1 where the model itself runs: the reason says why. "
-    "A dash: not planned, or nothing to measure."
+    "A dash: not planned, not tried, or nothing to measure."
 )
 
 

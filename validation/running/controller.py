@@ -45,6 +45,7 @@ class Controller:
         self._records: dict[str, Record] = {}
         self._problems: list[str] = []
         self._message = ""
+        self._unwritten = ""  # what the journal lacks, on a full disk
         self._handlers: dict[signal.Signals, Any] = {}
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
@@ -119,6 +120,7 @@ class Controller:
             if is_new:
                 self._journal.append(record)
         except OSError as error:  # such as a full disk: what was found before is in the journal
+            self._unwritten = f" but that of {record.case.id}"
             pytest.exit(
                 f"{self._journal.file}: cannot be written: {error}", returncode=pytest.ExitCode.USAGE_ERROR
             )
@@ -152,7 +154,9 @@ class Controller:
             self._problems += written.problems
             self._message = report.terminal_summary(table.to_pandas(), written)
         if self._problems:
-            self._problems.append(f"all records are in {self._journal.file}: `fxopt merge` takes it")
+            self._problems.append(
+                f"all records{self._unwritten} are in {self._journal.file}: `fxopt merge` takes it"
+            )
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

@@ -2,7 +2,7 @@
 
 const MARKS = { pass: "✓", "no-op": "·", expected: "!", refused: "!", unjudged: "?" };
 const LEGENDS = {
-  matrix: "The worst outcome of all checks: ✓ was compared and found right, · found nothing to rewrite, ! fails or is refused as it is known to, ? moved the outputs without a stated limit, ✗ fails. Empty: not planned. Click for what was measured.",
+  matrix: "The worst outcome of all checks: ✓ was compared and found right, · found nothing to rewrite, ! fails or is refused as it is known to, ? moved the outputs without a stated limit, ✗ fails. Empty: not planned, or not tried. Click for what was measured.",
   pipelines: "One line a pipeline. Latency is by that of the graph as captured; memory is the peak of what a run allocates.",
   latency: "Time of the pipeline by that of the graph as captured, in the same rounds; of no pass and of `fxopt.optimize`, by that of the model. Bars are 95 % intervals, the grey band is the A/A floor: what stays within it is no effect.",
   cases: "Every case, the failures first.",
