@@ -97,6 +97,7 @@ class FakeModel:
         self._places = {id(module): name for name, module in self._modules.items()}
         self._assigned: set[tuple[str, str]] = set()
         self._given = {name: set(vars(module)) for name, module in self._modules.items()}
+        self._hooks = {key for m in self._modules.values() for hooks in _hooks_of(m) for key in hooks}
         self._own = self.names | {
             id(t): f"{n}.{key}"
             for n, m in self._containers
@@ -217,10 +218,8 @@ class FakeModel:
             state |= {(name, key): contents(value) for key, value in set_on(tensor).items()}
         # A layer that the forward has set otherwise, as by `dropout.train()`, and left so.
         for name, module in self._modules.items():
-            if forward_hooks_of(module) or forward_pre_hooks_of(module):
-                state[name, _HOOKS] = contents(
-                    (*forward_hooks_of(module), None, *forward_pre_hooks_of(module))
-                )
+            if any(_hooks_of(module)):
+                state[name, _HOOKS] = contents(tuple(map(self._described, _hooks_of(module))))
             if type(module).__module__.startswith("torch.nn."):
                 plain = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)}
                 state |= {(name, key): value for key, value in plain.items()}
@@ -228,6 +227,13 @@ class FakeModel:
                 held = parameters_of(module) | buffers_of(module) | {key: vars(module)[key] for key in added}
                 state |= {(name, key): contents(value) for key, value in held.items()}
         return state
+
+    def _described(self, hooks: Mapping[int, Any]) -> tuple[Any, ...]:
+        """The hooks of a module by their numbers; those that a forward adds have other numbers in each run, and stand for themselves."""
+        return tuple(
+            key if key in self._hooks else (hash(getattr(hook, "__code__", None)), hook)
+            for key, hook in hooks.items()
+        )
 
     def note_assigned(self, module: torch.nn.Module, key: str) -> None:
         """Note that the forward assigns to an attribute, perhaps what it is already."""
@@ -292,15 +298,12 @@ class FakeModel:
 
     def hooks(self) -> dict[str, Any]:
         """The hooks of each module, of which the forward may have added some."""
-        return {name: (forward_hooks_of(m), forward_pre_hooks_of(m)) for name, m in self._modules.items()}
+        return {name: _hooks_of(module) for name, module in self._modules.items()}
 
     def take_hooks(self, hooks: Mapping[str, Any]) -> None:
         """Give the modules the hooks that an earlier call has left."""
         for name, kinds in hooks.items():
-            module = self._modules[name]
-            for own, left in zip(
-                (forward_hooks_of(module), forward_pre_hooks_of(module)), kinds, strict=True
-            ):
+            for own, left in zip(_hooks_of(self._modules[name]), kinds, strict=True):
                 # Its own hooks write into this copy, those of the earlier call into the copy of that.
                 hooks_now = {key: own.get(key, hook) for key, hook in left.items()}
                 own.clear()
@@ -343,6 +346,11 @@ def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         for key, value in registry.items():
             if key not in REGISTRIES:
                 yield key, value
+
+
+def _hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks of a module on its forward, and before it, by their numbers."""
+    return forward_hooks_of(module), forward_pre_hooks_of(module)
 
 
 class _Call:
