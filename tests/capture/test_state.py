@@ -537,6 +537,24 @@ def test_which_modules_and_tensors_a_module_has_is_state(forward):
     assert held.factor == 1
 
 
+def test_a_list_that_two_modules_share_stays_one():
+    def writes(self, x):
+        self.heads[0] = x * 2
+        return x + 1
+
+    def reads(self, x):
+        return self.child(x) + self.heads[0]
+
+    heads = [torch.ones(1)]
+    model = module(reads, child=module(writes, heads=heads), heads=heads)
+    traced = fxopt.trace(model, (X,))
+    for x in (X, -X):
+        assert torch.equal(traced(x), model(x))
+    model.child.heads = [torch.ones(1)]  # now the model reads what nothing writes
+    traced = fxopt.trace(model, (X,))
+    assert torch.equal(traced(X), model(X))
+
+
 def hooked_for_one_call(self, x):
     handle = self.first.register_forward_hook(lambda module, args, output: output * 2)
     y = self.first(x)

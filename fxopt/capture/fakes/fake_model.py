@@ -127,13 +127,14 @@ class FakeModel:
 
     def _leave(self, earlier: KeptState) -> None:
         """Leave in the copy what an earlier call has left."""
+        copies: dict[int, Any] = {}  # a list that two modules share stays one
         # First what is deleted: it may be elsewhere in the same module now.
         for (name, key), value in sorted(earlier.changes.items(), key=lambda change: change[1] is not None):
             if key == _HOOKS:
                 continue
             holder: Any = self._tensors.get(name, self._modules.get(name))
             if isinstance(value, Snapshot):
-                value = self._left(value, earlier.known)
+                value = self._left(value, earlier.known, copies)
             elif isinstance(value, Counted):
                 value = CountedNumber(self._refuse, value.kind)
             elif value is None:
@@ -149,8 +150,8 @@ class FakeModel:
                 # `nn.Module` would ask what it is.
                 object.__setattr__(holder, key, value)
 
-    def _left(self, snapshot: Snapshot, known: Mapping[int, Any]) -> Any:
-        """The object that an earlier call has left, with stand-ins for its tensors, sizes and modules."""
+    def _left(self, snapshot: Snapshot, known: Mapping[int, Any], copies: dict[int, Any]) -> Any:
+        """The object that an earlier call has left, with stand-ins for its tensors, sizes and modules; `copies` are those so far."""
         stand_ins = self._stand_ins(snapshot, known)
         if not stand_ins:
             return snapshot.kept
@@ -161,7 +162,9 @@ class FakeModel:
             raise TraceError("a function in an object keeps a tensor, a size or a module for a later call.")
         if not {id(module) for module in snapshot.modules} <= known.keys():
             raise TraceError("a module that is made in a call is kept for a later one.")
-        return copy.deepcopy(snapshot.kept, stand_ins)
+        for key, stand_in in stand_ins.items():
+            copies.setdefault(key, stand_in)
+        return copy.deepcopy(snapshot.kept, copies)
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake of a real tensor, the same one each time."""
