@@ -111,6 +111,22 @@ class ExpInTwo(torch.autograd.Function):
         ctx.save_for_backward(output)
 
 
+class OwnForward(ExpInTwo):
+    """Inherits how its context is set up."""
+
+    @staticmethod
+    def forward(x):
+        return (2 * x).exp()
+
+
+class Reversed(Exp):
+    """Inherits its forward."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad * ctx.saved_tensors[0]
+
+
 class Custom(torch.nn.Module):
     def forward(self, x):
         return Cube.apply(x, 2) + 1
@@ -295,7 +311,7 @@ def test_an_autograd_function_that_takes_a_module_is_captured_without_gradients(
         fxopt.trace(model, (x,))
 
 
-@pytest.mark.parametrize("function", [Exp, ExpInTwo])
+@pytest.mark.parametrize("function", [Exp, ExpInTwo, OwnForward, Reversed])
 def test_what_a_function_saves_is_not_in_the_graph(function):
     class Saves(torch.nn.Module):
         def __init__(self):
@@ -321,6 +337,40 @@ def test_what_a_function_saves_is_not_in_the_graph(function):
         module(x).backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("function", [Exp, ExpInTwo, OwnForward, Reversed])
+def test_a_forward_that_differentiates_gets_what_a_function_saved(function):
+    taken = function.apply
+
+    def slopes(x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(taken(x).sum(), x)[0]
+
+    model = torch.nn.Module()
+    model.forward = slopes
+    assert torch.equal(fxopt.trace(model, (X,))(X), model(X))
+
+
+def test_a_forward_of_two_functions_without_a_context_is_refused():
+    class Base(torch.autograd.Function):
+        forward = staticmethod(ExpInTwo.forward)
+        setup_context = staticmethod(ExpInTwo.setup_context)
+
+    class Heir(Base):
+        @staticmethod
+        def backward(ctx, grad):
+            return -grad
+
+    class Calls(torch.nn.Module):
+        taken = Heir.apply
+
+        def forward(self, x):
+            return self.taken(x)
+
+    with pytest.raises(fxopt.TraceError, match="Base .* and .*Heir has the same forward: call .*Heir.apply"):
+        fxopt.trace(Calls(), (X,))
 
 
 HOOKS = {

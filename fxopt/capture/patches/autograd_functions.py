@@ -46,9 +46,15 @@ def patch_apply(patch: Patches, recorder: Recorder) -> None:
         return _call(recorder, cls, bound, args, kwargs)
 
     patch.set(Function, "apply", classmethod(apply))
-    for cls in reached(Function.__subclasses__(), lambda cls: cls.__subclasses__()):
+    for cls in reached(Function.__subclasses__(), _subclasses):
         if isinstance(vars(cls).get("forward"), staticmethod):
             _patch_forward(patch, cls, recorder)
+        if "setup_context" in vars(cls):  # perhaps its forward is that of a base class
+            _patch_setup_context(patch, cls, recorder)
+
+
+def _subclasses(cls: type) -> list[type]:
+    return cls.__subclasses__()
 
 
 def _patch_forward(patch: Patches, cls: Any, recorder: Recorder) -> None:
@@ -64,33 +70,46 @@ def _patch_forward(patch: Patches, cls: Any, recorder: Recorder) -> None:
                 f"was taken earlier. Call {cls.__qualname__}.apply"
             )
         context = args[: int(bool(args) and isinstance(args[0], torch.autograd.function.FunctionCtx))]
+        called = cls
+        if context:  # that of torch knows the class, which may inherit its forward
+            called = getattr(type(context[0]), "_forward_cls", cls)
+        elif heirs := [sub for sub in reached(cls.__subclasses__(), _subclasses) if sub.forward is seen]:
+            recorder.fail(
+                f"a forward of the autograd.Function {cls.__qualname__} is called through a reference to `apply` that was taken "
+                f"earlier, and {heirs[0].__qualname__} has the same forward: call {heirs[0].__qualname__}.apply, or {cls.__qualname__}.apply"
+            )
         call = functools.partial(forward, *context)
-        result = _call(recorder, cls, call, args[len(context) :], kwargs)
-        _save_nothing(*context)
+        result = _call(recorder, called, call, args[len(context) :], kwargs)
+        _save_out_of_sight(recorder, result, *context)
         return result
 
     seen.original = forward  # type: ignore[attr-defined]
     patch.set(cls, "forward", staticmethod(seen))
-    if cls.setup_context is not Function.setup_context:
-        _patch_setup_context(patch, cls)
 
 
-def _patch_setup_context(patch: Patches, cls: Any) -> None:
+def _patch_setup_context(patch: Patches, cls: Any, recorder: Recorder) -> None:
     set_up = cls.setup_context
 
     @functools.wraps(set_up)
-    def seen(context: Any, *args: Any, **kwargs: Any) -> None:
-        set_up(context, *args, **kwargs)
-        if patch.active():
-            _save_nothing(context)
+    def seen(context: Any, inputs: Any, output: Any) -> None:
+        if not patch.active():
+            set_up(context, inputs, output)
+            return
+        with recorder.paused():
+            set_up(context, inputs, output)
+        _save_out_of_sight(recorder, output, context)
 
     patch.set(cls, "setup_context", staticmethod(seen))
 
 
-def _save_nothing(*contexts: Any) -> None:
-    """Forget what was saved for a backward that nobody runs: torch would copy outputs among it, as if the forward did that."""
+def _save_out_of_sight(recorder: Recorder, result: Any, *contexts: Any) -> None:
+    """Have torch save others for outputs: it would copy these, as if the forward did that."""
+    outputs = set(map(id, tensors_in(result)))
     for context in contexts:
-        context.save_for_backward()
+        saved = getattr(context, "to_save", None) or ()
+        with recorder.paused():
+            others = [tensor.detach() if id(tensor) in outputs else tensor for tensor in saved]
+        context.save_for_backward(*others)
 
 
 def _call(recorder: Recorder, cls: type, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
