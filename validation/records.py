@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 
 
 class Check(enum.StrEnum):
@@ -81,8 +82,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def one_line(text: object) -> str:
-    """A text, such as that of an error, on one line, without what controls a terminal."""
-    return "".join(filter(str.isprintable, " ".join(str(text).split())))
+    """A text, such as that of an error, on one line."""
+    return " ".join(str(text).split())
 
 
 UNTRIED = "this model is not tried for its other cases: it has hung or died in"
@@ -136,6 +137,10 @@ class Record:
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
     content: str = ""
     repro: str = ""
+
+    def __post_init__(self) -> None:
+        # Errors print in colours, and may hold whatever a model reads: the reason is shown on terminals.
+        object.__setattr__(self, "reason", re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", "", self.reason))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,7 +61,8 @@ def page() -> str:
         f"## Checks\n\n{_table(['check', 'meaning'], checks)}",
         "## Outcomes of a case",
         _table(["outcome", "meaning"], MEANING.items()),
-        f"The stages of a case, in order: {', '.join(f'`{stage}`' for stage in STAGES)}.",
+        f"The stages of a case, in order: {', '.join(f'`{stage}`' for stage in STAGES)}. The first latency case of a model runs the "
+        "pipelines of all: `transform X` and `time X` name the pipeline whose arm ended the process.",
         "## Columns of `records.parquet`",
         _table(["column", "meaning"], ((f"`{name}`", text) for name, (_, text) in DESCRIBED.items())),
         "All other columns are measurements (numbers) and facts (text).",

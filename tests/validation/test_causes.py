@@ -205,16 +205,27 @@ def test_cases_that_are_not_tried_belong_to_what_ended_the_process(run):
     assert cause.command == "fxopt validate --model bert -k bert-MergeLinears-cpu-effect"
 
 
-def test_a_process_that_ends_in_the_arm_of_another_pass_is_that_pass_s(run):
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [
+        ("transform FuseBiasInLinear", "FuseBiasInLinear"),
+        ("time FuseBiasInLinear", "FuseBiasInLinear"),
+        ("time captured", "The graph"),
+    ],
+)
+def test_a_process_that_ends_in_the_arm_of_another_pass_is_that_pass_s(run, stage, name):
     def ends(record):
+        if record.case == Case("whisper", ("MergeLinears",), "cpu", Check.EQUIVALENCE):
+            return dataclasses.replace(record, outcome=Outcome.FAIL, reason="it differs")
         if record.case != Case("bert", ("MergeLinears",), "cpu", Check.EQUIVALENCE):
             return record
-        return dataclasses.replace(
-            record, outcome=Outcome.CRASH, stage="transform FuseBiasInLinear", reason="it ended"
-        )
+        return dataclasses.replace(record, outcome=Outcome.CRASH, stage=stage, reason="it ended")
 
-    (cause,) = headline.since(night(run, 1, ends), [night(run, 0)]).causes
-    assert cause.text == "FuseBiasInLinear crashes in bert: it ended in stage transform FuseBiasInLinear"
+    found = headline.since(night(run, 1, ends), [night(run, 0)]).causes
+    assert {cause.text for cause in found} == {
+        f"{name} crashes in bert: it ended in stage {stage}",
+        "MergeLinears fails in whisper: it differs",
+    }
 
 
 def test_the_failures_of_a_first_run_are_grouped_too(run):

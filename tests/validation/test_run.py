@@ -19,7 +19,7 @@ from tests.validation.planted import (
     entry,
 )
 from validation.judging.subject import Subject
-from validation.records import Case, Check, Outcome, one_line
+from validation.records import Case, Check, Outcome, Record
 from validation.running.run import Runner
 from validation.zoo import build
 from validation.zoo.entry import Entry
@@ -49,7 +49,8 @@ def test_a_model_that_raises_by_itself_ends_before_its_capture(check: Check) -> 
 
 
 def test_a_reason_controls_no_terminal() -> None:
-    assert one_line("a\x1b[31m red\n line") == "a[31m red line"
+    record = Record(Case("planted", (), "cpu", Check.PARITY), Outcome.ERROR, reason="a\x1b[31m red\nline")
+    assert record.reason == "a[31m red\nline"
 
 
 def test_a_failed_comparison_is_a_failure_and_no_error() -> None:

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pandas as pd
 
-from ..records import AGAIN, FAILING, TIMED, UNTRIED, Check, Outcome, counted, one_line
+from ..checks.latency import AGAIN, CAPTURED
+from ..records import AGAIN as COMMAND
+from ..records import FAILING, TIMED, UNTRIED, Check, Outcome, counted, one_line
 from ..zoo.plan import ALL, EXACT, OPTIMIZED
 from .compare import VANISHED
 
@@ -27,9 +29,6 @@ PASSES = (ALL, EXACT)
 """The pipelines of many passes, of which one may be the cause."""
 
 _VERDICTS = ("outcome", "new failure", "stage")
-
-_ENDED = (Outcome.TIMEOUT, Outcome.MEMORY, Outcome.CRASH)
-"""The outcomes of a case whose process has ended with it."""
 
 _VERBS: dict[str, str] = {
     Outcome.FAIL: "fails",
@@ -80,27 +79,28 @@ def causes(
     joined = changes[changes["regression"]].drop(columns="regression").join(rows, on="id")
     worse = [_Change(*row) for row in joined.fillna("").astype(str).itertuples(index=False, name=None)]
     ran = [each for each in worse if not each.untried]
-    singles = [each.pipeline for each in ran if each.pipeline and "+" not in each.pipeline]
+    singles = [each.blamed for each in ran if each.blamed and "+" not in each.blamed]
     alone = Counter(name for name in singles if name not in (*PASSES, *OPTIMIZED))
     of_model: dict[str, set[str]] = defaultdict(set)
-    for each in worse:
-        of_model[each.model].add(each.pipeline)
+    for each in ran:
+        of_model[each.model].add(each.blamed)
     groups: dict[tuple[str, ...], list[_Change]] = {}
     # A pass is not to blame where the graph without any pass fails.
     verdicts = [each for each in ran if each.kind in _VERDICTS and each.check == Check.PARITY]
     broken = {(each.model, each.device): _key(each, []) for each in verdicts}
-    dead: dict[tuple[str, str], tuple[str, ...]] = {}
+    keys: dict[str, tuple[str, ...]] = {}  # by case
     for each in ran:
-        names = of_model[each.model] if each.pipeline in PASSES else each.pipeline.split("+")
+        names = of_model[each.model] if each.blamed in PASSES else each.blamed.split("+")
         guilty = [name for name, _ in alone.most_common() if name in names]
         key = broken.get((each.model, each.device)) if each.kind in _VERDICTS else None
         key = key or _key(each, guilty)
         groups.setdefault(key, []).append(each)
-        if each.after in _ENDED:
-            dead[each.model, each.device] = key
+        if each.kind in _VERDICTS:
+            keys.setdefault(each.id, key)
     for each in worse:
         if each.untried:
-            groups.setdefault(dead.get((each.model, each.device)) or _key(each, []), []).append(each)
+            known = (keys[case] for case in each.dead if case in keys)
+            groups.setdefault(next(known, _key(each, [])), []).append(each)
     found = [_cause(group, since) for group in groups.values()]
     return sorted(found, key=lambda cause: -cause.cases)
 
@@ -136,10 +136,17 @@ class _Change:
         return self.explanation.startswith(UNTRIED)
 
     @property
+    def dead(self) -> list[str]:
+        """Of a case that did not run: the cases that had ended the process."""
+        return self.explanation.removeprefix(UNTRIED).strip().split(", ")
+
+    @property
     def blamed(self) -> str:
         """The pipeline that ran where the case ended: the first latency case of a model runs those of all."""
-        stage, _, other = self.stage.partition(" ")
-        return other if stage == "transform" and other else self.pipeline
+        stage, _, arm = self.stage.partition(" ")
+        if not arm or stage not in ("transform", "time"):
+            return self.pipeline
+        return "" if arm in (CAPTURED, AGAIN) else arm
 
     @property
     def rank(self) -> tuple[int, float, bool, str]:
@@ -169,8 +176,8 @@ def _key(change: _Change, guilty: Sequence[str]) -> tuple[str, ...]:
 def _cause(group: Sequence[_Change], since: Mapping[Identity, str]) -> Cause:
     first, *others = sorted(group, key=lambda change: change.rank)
     models = tuple(sorted({each.model for each in group}))
-    case = first.explanation.removeprefix(UNTRIED).split(",")[0].strip() if first.untried else first.id
-    command = AGAIN.format(model=first.model, case=case) + first.options
+    case = first.dead[0] if first.untried else first.id
+    command = COMMAND.format(model=first.model, case=case) + first.options
     if first.kind == VANISHED:  # perhaps the whole model plans it no more
         command = command.partition(" -k ")[0] + first.options
     cases = len({each.id for each in group})
