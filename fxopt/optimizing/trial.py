@@ -31,8 +31,8 @@ Function = Callable[..., Any]
 _ROUNDING = {"tf32": 2.0**-11, "bf16": 2.0**-8}
 """The relative rounding error of each precision in which torch may multiply float32."""
 _SECONDS = 0.25  # how long to time a function
-_SHORT = 0.01  # seconds: what takes less finds other values in the caches than its own, when something else ran before
-_DISTURBED = 0.2  # seconds: threads of another engine go on to wait actively for some milliseconds, of which what takes less suffers
+# Seconds: what takes less suffers from what ran before, which leaves other values in the caches, and threads that wait actively.
+_SHORT = 0.1
 
 
 class Unused(Unfit):
@@ -161,23 +161,23 @@ class Trial:
 
 def fastest(functions: Mapping[str, Function], inputs: Inputs) -> str:
     """The name of the function with the least time."""
-    times = _in_turns(functions, inputs, _DISTURBED)
+    times = _in_turns(functions, inputs)
     return min(times, key=times.__getitem__)
 
 
 def speedup(model: Function, computed: Function, inputs: Inputs) -> float:
     """The model's least time by the graph's."""
-    times = _in_turns({"model": model, "graph": computed}, inputs, _SHORT)
+    times = _in_turns({"model": model, "graph": computed}, inputs)
     return times["model"] / times["graph"]
 
 
-def _in_turns(functions: Mapping[str, Function], inputs: Inputs, short: float) -> dict[str, float]:
+def _in_turns(functions: Mapping[str, Function], inputs: Inputs) -> dict[str, float]:
     """The least seconds of each function, in rounds in which all of them run: what others compute only makes a run longer."""
-    return least_seconds(functions, lambda function, _: _seconds(function, inputs, short), _SECONDS, 50)
+    return least_seconds(functions, lambda function, _: _seconds(function, inputs), _SECONDS, 50)
 
 
-def _seconds(function: Function, inputs: Inputs, short: float) -> float:
-    """The seconds of a call until its device has computed; of a shorter one than `short`, those of the second in a row, as in use."""
+def _seconds(function: Function, inputs: Inputs, again: bool = True) -> float:
+    """The seconds of a call until its device has computed; of a short one, those of the second in a row, as in use."""
     copied = inputs.copied()
     # That of inputs on the CPU is the current one of torch.
     devices: Collection[int | None] = {t.device.index for t in inputs.tensors() if t.is_cuda} or (None,)
@@ -186,7 +186,7 @@ def _seconds(function: Function, inputs: Inputs, short: float) -> float:
     function(*copied.args, **copied.kwargs)
     _wait(devices)
     took = time.perf_counter() - start
-    return _seconds(function, inputs, 0.0) if took < short else took
+    return _seconds(function, inputs, False) if again and took < _SHORT else took
 
 
 def _precision(weight: Tensor) -> str:

@@ -24,6 +24,7 @@ from fxopt.torch_internals import (
 )
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CONTAINER = "a container"  # that has changed, where no name says more
 _WATCHED = (list, collections.OrderedDict, set)
 _CONTAINERS = (*_WATCHED, tuple, dict)
 _LONGEST = 1000  # the most elements of a list, set or OrderedDict that is watched: LeViT keeps half a million numbers in lists
@@ -67,7 +68,7 @@ class State:
         self._memory = [t.detach() for t in self._placed]
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
         self.read: set[tuple[int, Any]] = set()
-        self._changed = "a container"
+        self._changed = _CONTAINER
         self._replaced = False  # whether a list gave way to an equal one, which peft makes for each switch
         short = (each for each in found.values() if type(each) in _CONTAINERS and len(each) <= _LONGEST)
         parts = (part for each in short for part in _parts(each).values())
@@ -109,10 +110,11 @@ class State:
     @property
     def changed(self) -> str:
         """The change that `holds` has found, in words."""
-        return "a weight" if self.is_gone() else self._changed
+        return "a tensor" if self.is_gone() else self._changed
 
     def holds(self) -> bool:
         """Tell whether all is as it was; in a model as large as BERT-base, some 50 microseconds."""
+        self._changed = _CONTAINER
         if self.is_gone() or any(self._empty):
             return False
         reads = len(self.read)  # while another graph is made, it grows
@@ -149,7 +151,8 @@ class State:
                     unread and (left is not None or (self._is_alone(old, new) and _is_alike(old, new)))
                 )
             if not same:
-                self._changed = repr(key) if isinstance(key, str) else self._changed
+                if isinstance(now, dict) and isinstance(key, str):
+                    self._changed = repr(key)
                 return False
         return True
 

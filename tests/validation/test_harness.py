@@ -252,6 +252,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_it_found(
     assert harness.run("-k", "effect") == pytest.ExitCode.USAGE_ERROR
     assert "cannot be written: no space left on device" in capsys.readouterr().out
     assert len(harness.records()) == 4
+    assert len(list(harness.folder.rglob("*.jsonl"))) == 1  # for --resume
 
 
 @pytest.mark.parametrize("option", ["--fx-timeout", "--fx-timing"])

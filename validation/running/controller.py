@@ -134,8 +134,8 @@ class Controller:
         if self._records:
             self._write(session)
         left = {case.id for case in self._journal.earlier} - {*self._records}
-        # Cut by its budget, Ctrl-C, or the end of a job: the journal stays, so that the run can be resumed.
-        is_cut = session.exitstatus == pytest.ExitCode.INTERRUPTED
+        # Cut by its budget, Ctrl-C, the end of a job, or a full disk: the journal stays, so that the run can be resumed.
+        is_cut = session.exitstatus == pytest.ExitCode.INTERRUPTED or self._unwritten
         self._journal.close(written=not self._problems and not left and not is_cut)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)

@@ -280,7 +280,7 @@ class _BothSides:
         self._left = _MOST_JOINED
 
     def settled(self, script: Outcomes) -> RunResult:
-        """A graph for all that follows the outcomes of a script."""
+        """A graph for all that follows the outcomes of a script. Each comes once: `join` writes into the graphs of its runs."""
         before = tuple(outcome.answer for outcome in script.settled)
         if before not in self._known:
             self._left -= 1

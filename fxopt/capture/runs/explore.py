@@ -123,11 +123,13 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
         return record(Outcomes())
     like = general.request.answers if general else None
     while True:
-        made = explore_branches(kept, like)
+        try:
+            made = explore_branches(kept, like)
+        finally:
+            kept.clear()
         inside = modules_at(called_in_branches(made.graph))
         if not inside:
             return made
-        kept.clear()
         request, like = dataclasses.replace(request, layers=request.layers - inside), made.request.answers
 
 

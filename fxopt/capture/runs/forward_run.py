@@ -244,7 +244,9 @@ class ForwardRun:
             return result
         if gone := held.keys() - shell.held_by_name().keys():
             name = min(gone)[1]
-            self.recorder.fail(f"the forward deletes {name!r}, or puts a parameter or buffer in its place")
+            self.recorder.fail(
+                f"the forward deletes {name!r}, or puts a parameter, buffer or module in its place"
+            )
         found = shell.assigned(held, self.request.earlier.assigned)
         assigned = {place: value for place, value in found.items() if place[1] not in BY_FIRST_CALL}
         self._assigned = [*assigned]
