@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pandas as pd
 
-from ..checks.latency import AGAIN, CAPTURED
-from ..records import AGAIN as COMMAND
-from ..records import FAILING, TIMED, UNTRIED, Check, Outcome, counted, one_line
+from ..checks import latency
+from ..records import AGAIN, FAILING, TIMED, UNTRIED, Check, Outcome, counted, one_line
 from ..zoo.plan import ALL, EXACT, OPTIMIZED
 from .compare import VANISHED
 
@@ -146,7 +145,7 @@ class _Change:
         stage, _, arm = self.stage.partition(" ")
         if not arm or stage not in ("transform", "time"):
             return self.pipeline
-        return "" if arm in (CAPTURED, AGAIN) else arm
+        return "" if arm in (latency.CAPTURED, latency.AGAIN) else arm
 
     @property
     def rank(self) -> tuple[int, float, bool, str]:
@@ -177,7 +176,7 @@ def _cause(group: Sequence[_Change], since: Mapping[Identity, str]) -> Cause:
     first, *others = sorted(group, key=lambda change: change.rank)
     models = tuple(sorted({each.model for each in group}))
     case = first.dead[0] if first.untried else first.id
-    command = COMMAND.format(model=first.model, case=case) + first.options
+    command = AGAIN.format(model=first.model, case=case) + first.options
     if first.kind == VANISHED:  # perhaps the whole model plans it no more
         command = command.partition(" -k ")[0] + first.options
     cases = len({each.id for each in group})
