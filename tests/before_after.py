@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 import fxopt
 from fxopt import Rewrite
+from fxopt.compare import unlike
 from fxopt.testing import assert_equivalent, assert_round_trip, randomise
 
 Trace = Callable[[nn.Module, Sequence[torch.Tensor]], GraphModule]
@@ -54,6 +55,9 @@ def rewritten(
         wide, wide_inputs = copy.deepcopy(untouched).double(), in_float64(inputs)
         pair = trace(wide, wide_inputs), pass_(trace(copy.deepcopy(wide), wide_inputs))
         assert_equivalent(before, after, inputs, float64=pair)
+        with torch.no_grad(), torch.random.fork_rng():
+            outputs = [each(*copy.deepcopy(inputs)) for each in copy.deepcopy((before, after))]
+        assert not unlike(*outputs, strides=True), "callers may `view` an output"
     assert not pass_.explain(after).sites
     code = after.code
     assert pass_(after).code == code, "a second application changed something"

@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import Node
 
 from fxopt import graph
@@ -22,7 +24,7 @@ from fxopt.attention.heads import check_types, heads_of
 from fxopt.attention.masks import Mask, MaskReader
 from fxopt.attention.scores import ScoreReader
 from fxopt.graph_index import GraphIndex
-from fxopt.obstacles.slicing import layout_obstacle
+from fxopt.obstacles.layouts import depends_on_strides
 from fxopt.operators import Fact, facts_of, name_of
 
 
@@ -107,7 +109,8 @@ class AttentionReader:
             stop(self._index.memory.write_between(reader, last, tensor))
             stop(self._index.keeping_obstacle(last, tensor))
         self._read.add(last)
-        contiguous = bool(layout_obstacle(self._index, last, 0)) or self._index.memory.is_returned(last)
+        layouts = _layouts(graph.value_of(query), graph.value_of(last))
+        contiguous = any(depends_on_strides(self._index, last, layout) for layout in layouts)
         masks = tuple(scores.masks)
         return Attention(
             last, tuple(steps), query, key, value, turned, scores.scale, masks, heads, contiguous
@@ -140,6 +143,15 @@ class AttentionReader:
                 raise Obstacle(f"{node.name} may write into what is no part of the attention")
         if self._index.memory.writes(place[0]) or self._index.memory.writes(place[-1]):
             raise Obstacle("a product writes into a tensor")
+
+
+def _layouts(query: Tensor, output: Tensor) -> Iterator[Tensor]:
+    """Descriptions of the output as kernels may lay it out: like the queries, and row by row with all heads of each."""
+    if str(query.shape) == str(output.shape):
+        with graph.describing(query):
+            yield torch.empty_like(query)
+    *batch, heads, rows, columns = output.shape
+    yield graph.like(output, (*batch, rows, heads, columns)).transpose(-3, -2)
 
 
 def _sources(step: Node) -> list[Node]:

@@ -230,6 +230,39 @@ def value_with(node: Node, module: nn.Module | None, turned: Mapping[Node, Tenso
     return found
 
 
+def depends_on_strides(index: GraphIndex, node: Node, value: Tensor) -> bool:
+    """Tell whether an output of the graph, or an operator behind a node, may depend on the strides of its value.
+
+    Args:
+        index: the graph.
+        node: what gets other strides.
+        value: its description with these.
+    """
+    turned = {node: value} if str(value.stride()) != str(graph.value_of(node).stride()) else {}
+    if turned and index.memory.is_returned(node):
+        return True
+    for user in index.nodes:
+        if turned.keys().isdisjoint(user.all_input_nodes):
+            continue
+        module, before = index.called(user), graph.value_of(user)
+        facts = facts_of(user, module)
+        if not facts or Fact.LAYOUT in facts:
+            return True
+        if Fact.DESCRIBES in facts and not isinstance(before, Tensor):
+            continue  # a size
+        if not isinstance(before, Tensor):
+            return True  # several tensors
+        try:
+            found = value_with(user, module, turned)
+        except RuntimeError:
+            return True
+        if str(found.stride()) != str(before.stride()):
+            turned[user] = found
+            if index.memory.is_returned(user):
+                return True
+    return False
+
+
 def _keeps_layout(index: GraphIndex, node: Node) -> bool:
     """Tell whether the value of a node has the layout of its inputs, and does not depend on it."""
     value = graph.value_of(node)

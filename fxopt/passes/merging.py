@@ -26,11 +26,12 @@ from fxopt.torch_internals import parameters_of
 
 @dataclasses.dataclass(frozen=True)
 class LayerGroup:
-    """Calls of layers that read the same value, in graph order; `node` is the first one."""
+    """Calls of layers that read the same value, in graph order; `node` is the first one, and the graph returns the memory of `returned`."""
 
     node: Node
     calls: tuple[Node, ...]
     value: Node
+    returned: frozenset[Node]
 
 
 class Merging(ReversibleRewrite[LayerGroup]):
@@ -69,12 +70,15 @@ class Merging(ReversibleRewrite[LayerGroup]):
         shells = {path: submodules.without_tensors(layer) for path, layer in layers.items()}
         layouts = {path: submodules.layout_of(layer) for path, layer in layers.items()}
         rewriter.swap({path: merged}, paths, restore=functools.partial(_split, shells, layouts))
-        dimension = channel_dimension(merged)
         node = rewriter.create("call_module", path, (site.value,), before=site.node)
-        start, rest = 0, [slice(None)] * (-1 - dimension)
+        start, rest = 0, [slice(None)] * (-1 - channel_dimension(merged))
         for call, layer in zip(site.calls, layers.values(), strict=True):
             part = (node, (Ellipsis, slice(start, start + _width(layer)), *rest))
-            rewriter.set(call, op="call_function", target=operator.getitem, args=part, kwargs={})
+            if call in site.returned:  # a slice has other strides, so that callers could not `view` it
+                sliced = rewriter.create("call_function", operator.getitem, part, before=call)
+                rewriter.set(call, op="call_method", target="clone", args=(sliced,), kwargs={})
+            else:
+                rewriter.set(call, op="call_function", target=operator.getitem, args=part, kwargs={})
             start += _width(layer)
         return node
 
@@ -98,7 +102,7 @@ def _groups(index: GraphIndex, value: Node, calls: list[Node]) -> Iterator[Layer
         alone = f"a write or side effect stands between it and the others on the same input: {write}"
     for run in index.memory.runs(calls, value):
         if len(run) > 1:
-            yield LayerGroup(run[0], tuple(run), value)
+            yield LayerGroup(run[0], tuple(run), value, frozenset(filter(index.memory.is_returned, run)))
         else:
             yield from (Refusal(call, alone) for call in run)
 
@@ -110,8 +114,8 @@ def _kind(layer: nn.Module) -> object:
     like = weight if bias is None and not trains else bias
     facts = [None if p is None else (p.dtype, p.device, p.requires_grad) for p in (weight, like)]
     options = [getattr(layer, name, None) for name in ("stride", "padding", "dilation", "padding_mode")]
-    strides = weight.stride() if weight.ndim > 2 else None  # the memory format
-    return weight.shape[1:], layer.training, *facts, *options, strides
+    options.append(weight.stride() if weight.ndim > 2 else None)  # the memory format
+    return weight.shape[1:], layer.training, *facts, *options
 
 
 def _merged(layers: Sequence[nn.Module]) -> nn.Module:
@@ -120,8 +124,7 @@ def _merged(layers: Sequence[nn.Module]) -> nn.Module:
     setattr(merged, _width_name(merged), sum(sizes))
     for name in parameters_of(merged):
         held = [parameters_of(layer)[name] for layer in layers]
-        gradients = {part.requires_grad for part in held if part is not None}
-        if gradients:
+        if gradients := {part.requires_grad for part in held if part is not None}:
             zeros = submodules.weight_of(layers[0]).detach().new_zeros
             parts = [zeros(n) if p is None else p.detach() for p, n in zip(held, sizes, strict=True)]
             parameters_of(merged)[name] = nn.Parameter(torch.cat(parts), gradients.pop())
@@ -151,7 +154,6 @@ def _split(
                 parameters_of(layers[path])[name] = nn.Parameter(copied, parameter.requires_grad)
             elif not part.is_meta and part.any():
                 raise UndoError(
-                    f"{path} had no bias, and its part of the merged bias is not zero any more (by training, or "
-                    "load_state_dict): set it to zero first"
+                    f"{path} had no bias, and its part of the merged bias is not zero any more: set it to zero first"
                 )
     return layers

@@ -102,6 +102,8 @@ SPELLINGS = {
     "views that are used as they are": lambda m, q, k, v: (
         (scores(q, k).softmax(-1) @ v).view(2, 2, 20).flatten(0, 1)
     ),
+    "strides that pass on": lambda m, q, k, v: ((scores(q, k).softmax(-1) @ v) * 2).view(2, 40),
+    "an output that has its strides": lambda m, q, k, v: (scores(q, k).softmax(-1) @ v).relu() + q,
     "followed by another": lambda m, q, k, v: (
         ((scores((scores(q, k).softmax(-1) @ v) * 0.4, k) * 0.4).softmax(-1) @ v).transpose(1, 2) + 1
     ),
