@@ -33,6 +33,7 @@ def check(program: Program, plan: Plan) -> collections.Counter[str]:
         Invalid: there is nothing to judge.
         Fault: a promise was not kept.
     """
+    keeping = {*plan.passes} <= {*KEEPING}
     try:
         model, inputs = program.model(), program.arguments()
         traced = fxopt.trace(model, tuple(inputs)) if plan.own_trace else torch.fx.symbolic_trace(model)
@@ -44,11 +45,16 @@ def check(program: Program, plan: Plan) -> collections.Counter[str]:
         dtype = {"wide": getattr(torch, program.dtype), "rtol": rtol}
         captured = copy.deepcopy(traced)
         oracle = Oracle(
-            reference, inputs, float64=reference, captured=captured, gradients=plan.gradients, **dtype
+            reference,
+            inputs,
+            float64=reference,
+            captured=captured,
+            gradients=plan.gradients,
+            strides=keeping,
+            **dtype,
         )
     except Exception as error:
         raise Invalid(f"{type(error).__name__}: {error}") from error
-    keeping = {*plan.passes} <= {*KEEPING}
 
     def judge(graph_module: GraphModule, kind: str = "rewritten", keeping: bool = keeping) -> None:
         if not keeping:
