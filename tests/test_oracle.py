@@ -12,6 +12,7 @@ from torch import nn
 import fxopt
 from fxopt import FuseBatchNorm2dInConv2d, FuseBiasInLinear, MergeLinears, compose
 from fxopt.testing import Grade, Oracle, assert_equivalent, compare, leaves, randomise, ulps
+from tests.modules import module
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
@@ -462,9 +463,9 @@ def test_buffers_hold_no_graph_after_gradients_were_compared() -> None:
     candidate = copy.deepcopy(model)
     oracle = Oracle(model, [torch.randn(4, 3, dtype=torch.float64)], float64=model)
     assert oracle.judge(candidate, candidate).grade is Grade.BIT_EXACT
-    for module in (model, candidate):
-        assert not module.average.requires_grad
-        assert not module.average.any()
+    for each in (model, candidate):
+        assert not each.average.requires_grad
+        assert not each.average.any()
 
 
 def test_a_graph_for_calls_without_gradients_is_judged_by_its_outputs() -> None:
@@ -525,6 +526,12 @@ def test_a_buffer_of_two_layers_is_one_in_float64() -> None:
     second._buffers |= {name: first._buffers[name] for name in ("running_mean", "running_var")}
     norms = nn.Sequential(first, second)
     assert Oracle(norms, [X]).judge(copy.deepcopy(norms)).grade is Grade.BIT_EXACT
+
+
+def test_graphs_print_no_errors_that_probes_are_to_raise(capsys):
+    graph = torch.fx.symbolic_trace(module(lambda m, x: x.view(3, -1) * 2))
+    assert assert_equivalent(graph, copy.deepcopy(graph), (torch.randn(6, 4),)).grade.passes
+    assert "Call using an FX-traced Module" not in capsys.readouterr().err
 
 
 class NamesItsDtype(nn.Module):

@@ -46,6 +46,13 @@ def _without_pickle(function):
     return called
 
 
+def test_modules_with_names_that_are_numbers(tmp_path):
+    """As "-1" in the nets of open_clip."""
+    model = nn.Sequential(collections.OrderedDict([("-1", nn.Linear(4, 4)), ("a-b", nn.Linear(4, 2))]))
+    made = reloaded(fxopt.trace(model, (X,)), tmp_path)
+    assert torch.equal(made(X), model(X))
+
+
 def _raise(*args, **kwargs):
     raise AssertionError("it unpickles")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
@@ -132,10 +133,20 @@ def sizes_of(value: Any) -> Sizes:
     return frozenset(((number, dim), size) for number, shape in shapes for dim, size in enumerate(shape))
 
 
-def dynamic_shapes(inputs: Mapping[str, Any], free: Dims) -> dict[str, Any]:
-    """The entry of each input for `fxopt.trace` that leaves these dimensions free."""
+def dynamic_shapes(inputs: Mapping[str, Any], free: Dims, tied: bool = False) -> dict[str, Any]:
+    """The entry of each input for `fxopt.trace` that leaves these dimensions free.
+
+    Args:
+        tied: whether sizes that are equal here in the same dimension are one, as the batch of two inputs is.
+    """
+    sizes = {(place, size) for place, size in sizes_of(inputs) if place in free}
+    alike = collections.Counter((dim, size) for (_, dim), size in sizes)
+    free_dims = {
+        place: Dim(f"size_{size}_{place[1]}") if tied and alike[place[1], size] > 1 else Dim.AUTO
+        for place, size in sizes
+    }
     specs = {
-        id(tensor): {dim: Dim.AUTO for each, dim in free if each == number}
+        id(tensor): {dim: each for (of, dim), each in free_dims.items() if of == number}
         for number, tensor in enumerate(tensors_in(inputs))
     }
     return {name: nested(value, lambda tensor: specs.get(id(tensor))) for name, value in inputs.items()}

@@ -208,12 +208,13 @@ def _captured(
     free: Dims,
     options: Options,
     facts: dict[str, Any],
+    tied: bool = False,
 ) -> TracedModule:
-    """The model's graph; where it cannot be captured with sizes free that differ from call to call, with fixed ones."""
+    """The model's graph; where it cannot be captured with sizes free that differ from call to call, with equal ones tied, or fixed ones."""
     dynamic = options.dynamic_shapes if inputs.method == "forward" else None
     guessed = free if dynamic is None else set()
     if guessed:
-        dynamic = dynamic_shapes(named, guessed)
+        dynamic = dynamic_shapes(named, guessed, tied)
     try:
         traced = trace_method(model, inputs.method, inputs.args, inputs.kwargs, dynamic)
         guard = guard_of(traced)
@@ -223,6 +224,9 @@ def _captured(
         reason = f"it cannot be captured: {_without_options(str(error))}"
         if not guessed:
             raise Unused(reason) from error
+        # Such as sizes that match where the batches of two inputs are equal, which nothing says.
+        if not tied and isinstance(error.__cause__, RuntimeError):
+            return _captured(model, inputs, named, free, options, facts, True)
         facts["fixed"] = f"because with free sizes {reason}"
         return _captured(model, inputs, named, set(), options, facts)
     guard.fix_dtypes()

@@ -55,9 +55,10 @@ def check_path(path: Any) -> None:
     # Python normalizes the letters of code: others may become underscores.
     normal = isinstance(path, str) and unicodedata.is_normalized("NFKC", path)
     parts = path.split(".") if normal else [""]
-    if not all(f"_{part}".isidentifier() and part and not part.startswith("__") for part in parts):
+    names = (f"_{part.replace('-', '_')}" for part in parts)  # torch.fx writes `getattr(self, "-1")`
+    if not all(name.isidentifier() and name != "_" and not name.startswith("___") for name in names):
         raise Refused(
-            f"the path {path!r}, which code cannot name. Rename the module, tensor or attribute: letters, digits and "
+            f"the path {path!r}, which code cannot name. Rename the module, tensor or attribute: letters, digits, hyphens and "
             "underscores, and no two of these in front"
         )
 

@@ -20,6 +20,28 @@ X = torch.randn(4, 16)
 
 
 @torch.no_grad()
+def test_sizes_that_must_be_equal_are_free_together():
+    """As the batch of a mask that diffusers gives to each head: with sizes of their own, the mask fits no scores."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x, mask):
+            scores = self.layer(x) @ x.mT
+            masks = mask[:, None].repeat(2, 1, 1).view(len(x), 2, -1, mask.shape[1])
+            return (scores[:, None] + masks).softmax(-1)
+
+    model = randomise(Masked().eval())
+    fast = fxopt.optimize(model)
+    for batch, rows in [(2, 5), (3, 5), (4, 7), (5, 9), (6, 9)]:
+        given = torch.randn(batch, rows, 16), torch.randn(batch, rows)
+        assert torch.allclose(fast(*given), model(*given), atol=1e-5)
+    assert reasons(fast) == [None] * 3, "for one size, with a free batch, and with all sizes free"
+
+
+@torch.no_grad()
 def test_inputs_of_any_kind_get_what_the_model_gives():
     class Keys(nn.Module):
         def __init__(self):

@@ -275,4 +275,7 @@ def test_what_vanished_is_one_line(run):
     (cause,) = since.causes
     assert (cause.since, "bisect" in headline.to_do(since)) == ("c0ffee00..c0ffee01", False)
     assert cause.text == "bert: 10 cases vanished"
+    assert cause.command == "fxopt accept bert --reason ...", "a model that the zoo lacks cannot run"
+    kept = good.drop(good.index[good["model"] == "bert"][0]).assign(plan="", commit="c0ffee01")
+    (cause,) = headline.compared(good.assign(options=" --zoo zoo.yaml"), kept).causes
     assert cause.command == "fxopt validate --model bert --zoo zoo.yaml"

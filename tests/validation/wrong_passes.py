@@ -34,17 +34,6 @@ class Parts(nn.Module):
         return {"logits": logits, "states": [hidden, logits + first]}
 
 
-class Direct(nn.Module):
-    """Returns what two layers make of one input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.a(x), self.b(x)
-
-
 class Deep(nn.Sequential):
     """Thirteen sites of one kind."""
 

@@ -1,4 +1,4 @@
-"""A failing case as a script of its own, which needs torch, fxopt and the package of the model alone; `repro.jinja` is its text."""
+"""A failing case as a script of its own, which needs torch, fxopt and the packages of the model and the passes alone; `repro.jinja` is its text."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ def script(case: Case, reason: str, entry: Entry, passes: Sequence[Transformatio
     module = module or "transformers"
     classes = [(type(each).__module__, type(each).__qualname__.partition(".")[0]) for each in passes]
     sources = sorted({(module, name), *classes})
+    others = {source.partition(".")[0] for source, _ in sources} - {"torch", "fxopt"}
+    *needed, last = ("torch", "fxopt", *sorted(others))
     template = Path(__file__).with_name("repro.jinja").read_text(encoding="utf-8")
     made = jinja2.Template(template, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     text: str = made.render(
@@ -41,10 +43,8 @@ def script(case: Case, reason: str, entry: Entry, passes: Sequence[Transformatio
         floor=FLOOR,
         limit=limit,
         reason=reason.replace('"""', "'''"),
-        package=module.partition(".")[0],
-        local=any(
-            source.partition(".")[0] not in ("fxopt", "transformers", "torch") for source, _ in sources
-        ),
+        packages=f"{', '.join(needed)} and {last}",
+        local=bool(others - {"transformers"}),
         imports=[f"from {source} import {name}" for source, name in sources],
         passes=", ".join(map(repr, passes)),
         entry=entry,

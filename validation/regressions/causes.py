@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import pandas as pd
 
@@ -100,7 +100,8 @@ def causes(
         if each.untried:
             known = (keys[case] for case in each.dead if case in keys)
             groups.setdefault(next(known, _key(each, [])), []).append(each)
-    found = [_cause(group, since) for group in groups.values()]
+    there = {*table["model"]}
+    found = [_cause(group, since, there) for group in groups.values()]
     return sorted(found, key=lambda cause: -cause.cases)
 
 
@@ -172,13 +173,14 @@ def _key(change: _Change, guilty: Sequence[str]) -> tuple[str, ...]:
     return "graph", change.kind
 
 
-def _cause(group: Sequence[_Change], since: Mapping[Identity, str]) -> Cause:
+def _cause(group: Sequence[_Change], since: Mapping[Identity, str], there: Collection[str]) -> Cause:
     first, *others = sorted(group, key=lambda change: change.rank)
     models = tuple(sorted({each.model for each in group}))
     case = first.dead[0] if first.untried else first.id
     command = AGAIN.format(model=first.model, case=case) + first.options
-    if first.kind == VANISHED:  # perhaps the whole model plans it no more
-        command = command.partition(" -k ")[0] + first.options
+    if first.kind == VANISHED:  # perhaps the model plans it no more, or has left the zoo
+        runs = command.partition(" -k ")[0] + first.options
+        command = runs if first.model in there else f"fxopt accept {first.model} --reason ..."
     cases = len({each.id for each in group})
     came = since.get((first.kind, first.id, first.metric), "")
     came = first.explanation if first.kind == "latency" else came  # it is seen later than it comes

@@ -35,7 +35,10 @@ def not_run(table: pd.DataFrame) -> list[str]:
     told = []
     if len(skipped := table[table["outcome"] == Outcome.SKIP]):
         cases, models = counted(len(skipped), "case"), counted(skipped["model"].nunique(), "model")
-        told.append(f"{cases} of {models} not run: {skipped['reason'].value_counts().index[0]}")
+        reasons = skipped["reason"].value_counts().index
+        told.append(
+            f"{cases} of {models} not run{'; the reason of most' if len(reasons) > 1 else ''}: {reasons[0]}"
+        )
     if BUSY in table and (busy := table.loc[table[BUSY] > MOST_BUSY, "model"].nunique()):
         told.append(
             f"The machine was busy in the time measurements of {counted(busy, 'model')}: these latencies and times are not judged"
