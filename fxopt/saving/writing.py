@@ -145,11 +145,15 @@ class Writer:
             }
 
     def _step(self, step: Step) -> Any:
-        if error := self._refusal(step):
-            if step.reversible and step.edits is not None:
-                warnings.warn(
-                    f"{step.name} cannot be undone after loading, because it holds {error}", stacklevel=2
-                )
+        error = self._refusal(step)
+        lost = error or (self._refusal(step.transformation) if step.by_hand and step.transformation else None)
+        if lost and step.reversible and step.edits is not None:
+            warnings.warn(
+                f"fxopt.undo cannot undo {step.name} after loading, because it holds {lost}"
+                + f"; {step.name}(gm, reverse=True) can" * (not error),
+                stacklevel=2,
+            )
+        if error:
             # It stays in the history. Undoing it says that what it did is not known any more.
             step = dataclasses.replace(step, edits=None, transformation=None, parts=())
         return self.write(step)
