@@ -252,6 +252,8 @@ def depends_on_strides(index: GraphIndex, node: Node, value: Tensor) -> bool:
             continue  # a size
         if not isinstance(before, Tensor):
             return True  # several tensors
+        if _may_copy(index, user) and (index.memory.writers(user) or index.memory.is_returned(user)):
+            return True  # with other strides it is a copy of what it was a view of, or the other way round
         try:
             found = value_with(user, module, turned)
         except RuntimeError:

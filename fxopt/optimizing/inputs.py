@@ -137,10 +137,12 @@ def dynamic_shapes(inputs: Mapping[str, Any], free: Dims, tied: bool = False) ->
     """The entry of each input for `fxopt.trace` that leaves these dimensions free.
 
     Args:
-        tied: whether sizes that are equal here in the same dimension are one, as the batch of two inputs is.
+        tied: whether sizes that are equal here in the same dimension are one, as the batch of two inputs is; empty where none are.
     """
     sizes = {(place, size) for place, size in sizes_of(inputs) if place in free}
     alike = collections.Counter((dim, size) for (_, dim), size in sizes)
+    if tied and max(alike.values(), default=0) < 2:
+        return {}
     free_dims = {
         place: Dim(f"size_{size}_{place[1]}") if tied and alike[place[1], size] > 1 else Dim.AUTO
         for place, size in sizes

@@ -208,13 +208,16 @@ def _captured(
     free: Dims,
     options: Options,
     facts: dict[str, Any],
-    tied: bool = False,
+    untied: str = "",
 ) -> TracedModule:
-    """The model's graph; where it cannot be captured with sizes free that differ from call to call, with equal ones tied, or fixed ones."""
+    """The model's graph; where it cannot be captured with sizes free that differ from call to call, with equal ones tied, or fixed ones.
+
+    `untied` is the reason why sizes that are equal are tied.
+    """
     dynamic = options.dynamic_shapes if inputs.method == "forward" else None
     guessed = free if dynamic is None else set()
     if guessed:
-        dynamic = dynamic_shapes(named, guessed, tied)
+        dynamic = dynamic_shapes(named, guessed, bool(untied))
     try:
         traced = trace_method(model, inputs.method, inputs.args, inputs.kwargs, dynamic)
         guard = guard_of(traced)
@@ -225,9 +228,10 @@ def _captured(
         if not guessed:
             raise Unused(reason) from error
         # Such as sizes that match where the batches of two inputs are equal, which nothing says.
-        if not tied and isinstance(error.__cause__, RuntimeError):
-            return _captured(model, inputs, named, free, options, facts, True)
-        facts["fixed"] = f"because with free sizes {reason}"
+        fails = not untied and isinstance(error.__cause__, RuntimeError)
+        if fails and dynamic_shapes(named, guessed, tied=True):
+            return _captured(model, inputs, named, free, options, facts, reason)
+        facts["fixed"] = f"because with free sizes {untied or reason}"
         return _captured(model, inputs, named, set(), options, facts)
     guard.fix_dtypes()
     for line in (line for each in guard.tensors for _, line in each.fixed_by):

@@ -15,8 +15,8 @@ class MergeLinears(Merging):
 
     Layers are merged when they agree in dtype, device, training flag and what requires gradients; a layer
     without a bias gets zeros for its part of the merged one. Each of the old nodes becomes a slice of the merged
-    output, under its old name. Where the graph returns it or a view of it, it is a copy of the slice, with the strides of
-    the old output. Undoing splits the current weights, so that training, `.half()` or `.to()` in between are
+    output, under its old name. Where the graph returns it or a view of it, it is a copy of the slice, of which callers can
+    make the same views as before. Undoing splits the current weights, so that training, `.half()` or `.to()` in between are
     kept; it is refused where training has given a bias to a layer that had none.
 
     Example:

@@ -64,6 +64,14 @@ def scores(q, k):
     return q @ k.transpose(-1, -2)
 
 
+def written(x):
+    """Each is a view of `x` where that is contiguous."""
+    x.reshape(2, -1).add_(1)
+    x.flatten(1).mul_(3)
+    x.contiguous().add_(2)
+    return x.sum(-1)
+
+
 def calls(graph_module):
     return graph_module.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
 
@@ -108,6 +116,11 @@ SPELLINGS = {
         ((scores((scores(q, k).softmax(-1) @ v) * 0.4, k) * 0.4).softmax(-1) @ v).transpose(1, 2) + 1
     ),
 }
+
+
+def test_writes_into_what_was_a_view_are_seen():
+    model = Attends(lambda m, q, k, v: written((scores(q, k).softmax(-1) @ v) * 2))
+    rewritten(FuseAttention(), model, X, sites=1, trace=fxopt_trace)
 
 
 @pytest.mark.parametrize("name", SPELLINGS)

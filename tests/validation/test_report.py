@@ -307,7 +307,7 @@ def test_what_was_not_run_is_no_case_and_is_told_once(run, tmp_path):
     assert "c-d" not in markdown.summary(table)
     cases.append(dataclasses.replace(CASE, model="g-h"))
     other = table_of([*records, Record(cases[-1], Outcome.SKIP, "", "it has died")], run, tmp_path)
-    assert headline.not_run(other) == ["3 cases of 3 models not run; the reason of most: " + missing]
+    assert headline.not_run(other) == ["3 cases of 3 models not run; the commonest reason: " + missing]
 
 
 def test_a_report_says_what_changed_since_the_run_before(records, run, tmp_path, later):

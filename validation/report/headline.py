@@ -37,7 +37,7 @@ def not_run(table: pd.DataFrame) -> list[str]:
         cases, models = counted(len(skipped), "case"), counted(skipped["model"].nunique(), "model")
         reasons = skipped["reason"].value_counts().index
         told.append(
-            f"{cases} of {models} not run{'; the reason of most' if len(reasons) > 1 else ''}: {reasons[0]}"
+            f"{cases} of {models} not run{'; the commonest reason' if len(reasons) > 1 else ''}: {reasons[0]}"
         )
     if BUSY in table and (busy := table.loc[table[BUSY] > MOST_BUSY, "model"].nunique()):
         told.append(
