@@ -25,6 +25,7 @@ from fxopt.attention.masks import Mask, MaskReader
 from fxopt.attention.scores import ScoreReader
 from fxopt.graph_index import GraphIndex
 from fxopt.obstacles.layouts import depends_on_strides
+from fxopt.obstacles.slicing import layout_obstacle
 from fxopt.operators import Fact, facts_of, name_of
 
 
@@ -109,12 +110,12 @@ class AttentionReader:
             stop(self._index.memory.write_between(reader, last, tensor))
             stop(self._index.keeping_obstacle(last, tensor))
         self._read.add(last)
+        # Kernels of a GPU may give a slice of wider rows, too, of which only views and callers know.
+        contiguous = bool(layout_obstacle(self._index, last, 0)) or self._index.memory.is_returned(last)
         layouts = _layouts(graph.value_of(query), graph.value_of(last))
-        contiguous = any(depends_on_strides(self._index, last, layout) for layout in layouts)
-        masks = tuple(scores.masks)
-        return Attention(
-            last, tuple(steps), query, key, value, turned, scores.scale, masks, heads, contiguous
-        )
+        contiguous = contiguous or any(depends_on_strides(self._index, last, each) for each in layouts)
+        parts = last, tuple(steps), query, key, value, turned, scores.scale, tuple(scores.masks)
+        return Attention(*parts, heads, contiguous)
 
     def _path(self, start: Node, following: Callable[[Node], Sequence[Node]]) -> tuple[Node, ...]:
         """The nodes from `start` to a product near it; none where there is no product."""

@@ -239,8 +239,6 @@ def depends_on_strides(index: GraphIndex, node: Node, value: Tensor) -> bool:
         value: its description with these.
     """
     turned = {node: value} if str(value.stride()) != str(graph.value_of(node).stride()) else {}
-    if turned and index.memory.is_returned(node):
-        return True
     for user in index.nodes:
         if turned.keys().isdisjoint(user.all_input_nodes):
             continue

@@ -21,7 +21,6 @@ HALVES = {
     "obstacles/rounding.py": "passes/change_true_div_to_mul_by_inverse.py",
     "obstacles/parametrized.py": "passes/fold_constants.py",
     "obstacles/parameter_constants.py": "passes/fold_scale_and_shift.py",
-    "obstacles/slicing.py": "passes/merging.py",
     **dict.fromkeys(
         (f"attention/{file.name}" for file in PACKAGE.glob("attention/*.py")), "passes/fuse_attention.py"
     ),
