@@ -46,35 +46,6 @@ def _without_pickle(function):
     return called
 
 
-class Scales(fxopt.ReversibleTransformation):
-    """A pass by hand with an option, which only a dataclass says how to make again."""
-
-    def __init__(self, factor):
-        self.factor = factor
-
-    def transform(self, graph_module):
-        for node in graph_module.graph.find_nodes(op="call_module"):
-            graph_module.get_submodule(node.target).bias = None
-            self.mark_as_transformed(node)
-        return graph_module
-
-    def reverse(self, graph_module):
-        return graph_module
-
-
-def test_a_pass_by_hand_that_undo_will_not_know_is_warned_of(tmp_path):
-    made = Scales(2.0)(fxopt.trace(nn.Sequential(nn.Linear(4, 4)), (X,)))
-    with pytest.warns(UserWarning, match=r"cannot undo Scales.*no dataclass; Scales.*reverse=True\) can"):
-        fxopt.save(made, tmp_path / "saved", trusted=[Scales])
-
-
-def test_modules_with_names_that_are_numbers(tmp_path):
-    """As "-1" in the nets of open_clip."""
-    model = nn.Sequential(collections.OrderedDict([("-1", nn.Linear(4, 4)), ("a-b", nn.Linear(4, 2))]))
-    made = reloaded(fxopt.trace(model, (X,)), tmp_path)
-    assert torch.equal(made(X), model(X))
-
-
 def _raise(*args, **kwargs):
     raise AssertionError("it unpickles")
 
@@ -570,3 +541,32 @@ def test_packed_layers_are_packed_anew(tmp_path):
     with pytest.raises(fxopt.SaveError, match="no graph to save"):
         fxopt.save(fxopt.optimize(layers), tmp_path / "fast")
     assert not (tmp_path / "fast").exists()
+
+
+class Scales(fxopt.ReversibleTransformation):
+    """A pass by hand with an option, which only a dataclass says how to make again."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def transform(self, graph_module):
+        for node in graph_module.graph.find_nodes(op="call_module"):
+            graph_module.get_submodule(node.target).bias = None
+            self.mark_as_transformed(node)
+        return graph_module
+
+    def reverse(self, graph_module):
+        return graph_module
+
+
+def test_a_pass_by_hand_that_undo_will_not_know_is_warned_of(tmp_path):
+    made = Scales(2.0)(fxopt.trace(nn.Sequential(nn.Linear(4, 4)), (X,)))
+    with pytest.warns(UserWarning, match=r"cannot undo Scales.*no dataclass; Scales.*reverse=True\) can"):
+        fxopt.save(made, tmp_path / "saved", trusted=[Scales])
+
+
+def test_modules_with_names_that_are_numbers(tmp_path):
+    """As "-1" in the nets of open_clip."""
+    model = nn.Sequential(collections.OrderedDict([("-1", nn.Linear(4, 4)), ("a-b", nn.Linear(4, 2))]))
+    made = reloaded(fxopt.trace(model, (X,)), tmp_path)
+    assert torch.equal(made(X), model(X))

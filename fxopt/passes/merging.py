@@ -26,7 +26,7 @@ from fxopt.torch_internals import parameters_of
 
 @dataclasses.dataclass(frozen=True)
 class LayerGroup:
-    """Calls of layers that read the same value, in graph order; `node` is the first one, and the graph returns the memory of `returned`."""
+    """Calls of layers that read the same value, in graph order; `node` is the first one, and the graph returns those in `returned`."""
 
     node: Node
     calls: tuple[Node, ...]
@@ -154,6 +154,6 @@ def _split(
                 parameters_of(layers[path])[name] = nn.Parameter(copied, parameter.requires_grad)
             elif not part.is_meta and part.any():
                 raise UndoError(
-                    f"{path} had no bias, and its part of the merged bias is not zero any more: set it to zero first"
+                    f"{path} had no bias, and its part of the merged bias is not zero any more (by training, or load_state_dict): set it to zero first"
                 )
     return layers
