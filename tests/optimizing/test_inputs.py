@@ -39,6 +39,8 @@ def test_sizes_that_must_be_equal_are_free_together():
         given = torch.randn(batch, rows, 16), torch.randn(batch, rows)
         assert torch.allclose(fast(*given), model(*given), atol=1e-5)
     assert reasons(fast) == [None] * 3, "for one size, with a free batch, and with all sizes free"
+    assert fast.report.fallbacks == ()
+    assert "x: ? x ? x 16" in str(fast.report)
 
 
 @torch.no_grad()
