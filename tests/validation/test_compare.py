@@ -278,6 +278,7 @@ def test_regressions_come_first(changes):
 
 def test_each_number_of_a_verdict_is_declared():
     subject: Any = mock.MagicMock(rtol=1e-9)
+    subject.entry.tolerance.return_value = 1e-4
     subject.oracle.return_value.unproved = ""
     subject.oracle.return_value.judge.return_value = Verdict(Grade.ULP, 0.0, 0.0)
     names = comparison.judge_graph(subject, lambda dtype: nn.Identity()).measurements
