@@ -70,6 +70,53 @@ def test_an_attribute_that_decides_is_checked_as_the_user_may_write_it():
         traced(X)
 
 
+def set_up_once(self, x):
+    if not self.ready:
+        with torch.no_grad():
+            self.scale.copy_(x.std(0))
+            self.ready.fill_(True)
+    return self.dense(x) * self.scale
+
+
+def of_as_many_as_a_buffer_says(self, x):
+    return self.dense(x)[:, : int(self.ready.sum())] * self.scale[0]
+
+
+def set_up_by_inputs(self, x):
+    if not self.ready or (self.scale * x).sum() < 0:
+        with torch.no_grad():
+            self.scale.copy_(x.std(0))
+    return self.dense(x) * self.scale
+
+
+def with_state(forward, ready=True):
+    model = module(forward, dense=nn.Linear(4, 4), scale=nn.Parameter(torch.tensor([4.0, -3.0, 1.0, 0.2])))
+    model.register_buffer("ready", torch.tensor(ready))
+    return model
+
+
+@pytest.mark.parametrize("forward", [set_up_once, of_as_many_as_a_buffer_says])
+def test_where_both_sides_have_no_graph_the_state_of_now_decides_and_is_checked(forward):
+    model = with_state(forward)
+    traced = fxopt.trace(model, (X,))
+    assert torch.equal(traced(X), model(X))
+    model.ready.fill_(False)
+    with pytest.raises(fxopt.GuardError, match=r"it was (True|1).*self\.ready"):
+        traced(X)
+    model.ready.fill_(True)
+    assert torch.equal(traced(X), model(X))
+
+
+def test_state_that_the_forward_writes_itself_does_not_decide():
+    with pytest.raises(fxopt.TraceError, match="decides on the value.*tensor 'ready' of the model"):
+        fxopt.trace(with_state(set_up_once, ready=False), (X,))
+
+
+def test_the_state_decides_nothing_that_depends_on_inputs_too():
+    with pytest.raises(fxopt.TraceError, match=r"decides on the value.*sum\(\) < 0"):
+        fxopt.trace(with_state(set_up_by_inputs), (X,))
+
+
 def of_an_object(self, x):
     return x * 2 if self.schedule.sigmas[0] > 0 else x
 

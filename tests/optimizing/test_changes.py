@@ -639,3 +639,31 @@ def test_what_an_attribute_held_is_not_printed():
     model.held = None
     with torch.no_grad():
         torch.testing.assert_close(fast(X), model(X))
+
+
+class SetUpOnce(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(16, 16), nn.Parameter(torch.ones(16))
+        self.register_buffer("ready", torch.tensor(False))
+
+    def forward(self, x):
+        if not self.ready:
+            with torch.no_grad():
+                self.scale.copy_(x.std(0))
+                self.ready.fill_(True)
+        return self.layer(x) * self.scale
+
+
+@torch.no_grad()
+def test_a_model_that_sets_itself_up_gets_a_graph_each_time_that_it_is_ready():
+    model = SetUpOnce().eval()
+    twin, fast = copy.deepcopy(model), fxopt.optimize(model)
+    for has_graph in (False, True, True):
+        torch.testing.assert_close(fast(X), twin(X))
+        assert (None in reasons(fast)) is has_graph
+    for each in (model, twin):
+        each.ready.fill_(False)
+    for x in (-3 * X, X):
+        torch.testing.assert_close(fast(x), twin(x))
+        torch.testing.assert_close(model.scale, twin.scale, rtol=0, atol=0)

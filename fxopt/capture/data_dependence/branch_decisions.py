@@ -78,10 +78,12 @@ class BranchDecisions:
     raising: dict[tuple[Any, str], bool]
     # Whether a size is known where it is the key of a dict; there is none otherwise.
     knows_keys: bool
+    # Whether the parameters and buffers decide by their values of now.
+    by_state: bool
 
     def __post_init__(self) -> None:
         self.sizes, self._shape_env = self.writer.sizes, self.fake_mode.shape_env
-        self.constant = ConstantRun(self.writer)
+        self.constant = ConstantRun(self.writer, self.by_state)
         self._answered = 0
         self._known: dict[Any, Any] = {}
         # What was answered about sizes by line, or as a call of torch requires it.
@@ -291,6 +293,7 @@ class BranchDecisions:
             kind,
             self.writer.where(),
             self.writer.location(),
+            self.constant.would_know(node, kind),
         )
 
 

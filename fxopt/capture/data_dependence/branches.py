@@ -9,16 +9,19 @@ from fxopt.errors import TraceError, error_text
 
 
 class DataDependentBranch(TraceError):
-    """The forward decides on a value, at `where`, and nothing says how; `line` is the source line in whichever module."""
+    """The forward decides on a value, at `where`, and nothing says how; `line` is the source line in whichever module.
 
-    def __init__(self, message: str, kind: type, where: str, line: str) -> None:
+    `on_state` says whether the value depends on nothing but parameters and buffers.
+    """
+
+    def __init__(self, message: str, kind: type, where: str, line: str, on_state: bool) -> None:
         super().__init__(message)
-        self.kind, self.where, self.line = kind, where, line
+        self.kind, self.where, self.line, self.on_state = kind, where, line, on_state
 
     def because(self, reason: str) -> DataDependentBranch:
         """This error, with the reason why the branch could not be settled."""
         message = f"{self} That it makes no difference could not be shown: {reason}."
-        return type(self)(message, self.kind, self.where, self.line)
+        return type(self)(message, self.kind, self.where, self.line, self.on_state)
 
 
 class DataDependentLoop(DataDependentBranch):

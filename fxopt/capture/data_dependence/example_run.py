@@ -138,13 +138,16 @@ class ExampleRun:
 
 
 class ConstantRun(ExampleRun):
-    """The nodes that give the same at each call: they depend on numbers of the forward and on `constants` alone."""
+    """The nodes that give the same at each call: they depend on numbers of the forward and on `constants` alone.
 
-    def __init__(self, writer: GraphWriter) -> None:
+    With `by_state`, parameters and buffers count as constants, too.
+    """
+
+    def __init__(self, writer: GraphWriter, by_state: bool) -> None:
         super().__init__(torch.nn.Module(), (), writer.graph, writer.constants, {})
-        self._shell, self._made_by = writer.shell, writer.made_by
+        self._shell, self._made_by, self.by_state = writer.shell, writer.made_by, by_state
         self._needed: set[torch.fx.Node] = set()
-        # The constants that decided: none of them may be written.
+        # The tensors that decided, by the targets of their nodes: none of them may be written.
         self.decided_by: set[str] = set()
 
     def knows(self, node: torch.fx.Node, kind: type) -> bool:
@@ -176,8 +179,22 @@ class ConstantRun(ExampleRun):
             self.close()
 
     def is_shared(self) -> bool:
-        """Tell whether the last node depends on a tensor in an attribute of the model, which the user may write between calls."""
-        return any(self._shell.real(each.meta["val"])[0] not in ("", each.target) for each in self._read())
+        """Tell whether the last node depends on a tensor of the model, which the user may write between calls."""
+        return any(
+            each.target not in self._constants
+            or self._shell.real(each.meta["val"])[0] not in ("", each.target)
+            for each in self._read()
+        )
+
+    def would_know(self, node: torch.fx.Node, kind: type) -> bool:
+        """Tell whether it is the parameters and buffers alone that keep `knows` from being true."""
+        if self.by_state:
+            return False
+        decided_by, self.by_state = {*self.decided_by}, True
+        try:
+            return self.knows(node, kind)
+        finally:
+            self.decided_by, self.by_state = decided_by, False
 
     def _read(self) -> list[torch.fx.Node]:
         return [node for node in self._needed if node.op == "get_attr"]
@@ -185,7 +202,8 @@ class ConstantRun(ExampleRun):
     def _is_constant(self, node: torch.fx.Node) -> bool:
         if node.op == "get_attr":
             # What an earlier call has computed of sizes or buffers may be another one.
-            return node.target in self._constants and id(node.meta["val"]) not in self._shell.computed
+            kept = self.by_state or node.target in self._constants
+            return kept and id(node.meta["val"]) not in self._shell.computed
         of_torch = node.op == "call_function" and operators.is_torch_function(node.target)
         on_cpu = all(t.device.type == "cpu" for t in tensors_in(node.meta.get("val")))
         return on_cpu and (of_torch or node.op == "call_method" or is_device(node))
@@ -207,6 +225,10 @@ class ConstantRun(ExampleRun):
     def _result(self, node: torch.fx.Node) -> Any:
         if is_device(node):
             return node.meta["val"]
+        if node.op == "get_attr" and node.target not in self._constants:
+            tensor = self._shell.real(node.meta["val"])[1]
+            assert tensor is not None
+            return tensor.detach().clone()
         before = torch.get_rng_state()
         value = super()._result(node)
         if not torch.equal(before, torch.get_rng_state()):

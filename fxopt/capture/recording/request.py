@@ -32,6 +32,7 @@ class Request:
     # The free sizes that are others than those of the example.
     sizes: Mapping[tuple[str, int | None], int] = dataclasses.field(default_factory=dict)
     answers: Outcomes = dataclasses.field(default_factory=Outcomes)
+    by_state: bool = False  # what depends on parameters and buffers alone is decided by their values of now
     knows_keys: bool = False  # sizes that are keys of dicts must be known
     moving: Set[str] = frozenset()  # ints inside objects that are free, because the forward changes them
     shared_inputs: bool = False  # a tensor that is given twice is one tensor to the forward, which asks that

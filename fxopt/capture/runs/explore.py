@@ -125,6 +125,13 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
     while True:
         try:
             made = explore_branches(kept, like)
+        except DataDependentBranch as question:
+            if not question.on_state:
+                raise
+            try:
+                return _settled(dataclasses.replace(request, by_state=True), general)
+            except TraceError:
+                raise question from None
         finally:
             kept.clear()
         inside = modules_at(called_in_branches(made.graph))

@@ -128,7 +128,13 @@ class ForwardRun:
                 request.model, request.layers, self.graph, writer.constants, self.examples
             )
         decisions = BranchDecisions(
-            writer, self.fake_mode, request.answers, self._example, request.raising, request.knows_keys
+            writer,
+            self.fake_mode,
+            request.answers,
+            self._example,
+            request.raising,
+            request.knows_keys,
+            request.by_state,
         )
         tensor_sizes = KnownScalars(writer, self.shape_env, request.moving)
         memo = CallCache(self.fake_mode, request.results)
@@ -142,10 +148,14 @@ class ForwardRun:
         shell, writer, decisions = recorder.shell, recorder.writer, recorder.decisions
         state, written = shell.state(recorder.aliases), shell.written()
         changes, outside = shell.changes(state), set(map(id, written.outside))
-        if any(id(writer.constants[name]) in outside for name in decisions.constant.decided_by):
-            raise TraceError(
-                "the forward decides on the value of a tensor that it writes, or may write under inference mode. Hold it in a buffer."
-            )
+        unchanged, constants = shell.unchanged(), writer.constants
+        for name in decisions.constant.decided_by:
+            if name not in constants and name not in unchanged:
+                raise TraceError(f"the forward decides on the value of {name!r}, which it writes.")
+            if name in constants and id(constants[name]) in outside:
+                raise TraceError(
+                    "the forward decides on the value of a tensor that it writes, or may write under inference mode. Hold it in a buffer."
+                )
         return RunResult(
             request=self.request,
             graph=self.graph,
@@ -167,7 +177,7 @@ class ForwardRun:
             variables=self._variables,
             written=written,
             originals=shell.originals,
-            unchanged=shell.unchanged(),
+            unchanged=unchanged,
             changed_outside=changed_outside,
             moved=self.placeholders.moved() | recorder.tensor_sizes.written(),
             assigned=self._assigned,
