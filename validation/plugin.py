@@ -15,7 +15,7 @@ from fxopt.errors import FxoptError
 from fxopt.rewriting.transformation import Transformation
 
 from .judging.subject import TIMING
-from .records import Case, counted
+from .records import LACKING, Case, counted
 from .running.controller import Controller
 from .running.fleet import Fleet
 from .running.pool import Make, Pool
@@ -24,7 +24,7 @@ from .zoo.entry import Entry
 from .zoo.plan import content, members, plan, unmet
 from .zoo.sources import SOURCES, architectures, load_zoo, name_of
 
-LEFT_OUT = pytest.StashKey[Mapping[str, str]]()
+LEFT_OUT = pytest.StashKey[list[str]]()
 CASES = pytest.StashKey[Mapping[str, Case]]()
 WORKERS = pytest.StashKey[int]()
 
@@ -77,11 +77,9 @@ def _configure(config: pytest.Config) -> None:
     devices = _chosen(config, "--fx-device", present) or present
     whole, passes = _zoo(config)
     wanted = _known("--fx-pass", [*map(name_of, config.getoption("--fx-pass") or ())], passes)
-    chosen = config.getoption("--fx-model") or ()
-    left_out = {entry.name: entry.lacks for entry in whole if entry.lacks and entry.name not in chosen}
-    config.stash[LEFT_OUT] = left_out
-    whole = [entry for entry in whole if entry.name not in left_out]
-    zoo = _part_of(config, whole)
+    left_out = ", ".join(f"{entry.name} ({entry.lacks})" for entry in whole if entry.lacks)
+    config.stash[LEFT_OUT] = [f"{LACKING}{left_out}"] if left_out else []
+    whole, zoo = ([each for each in some if not each.lacks] for some in (whole, _part_of(config, whole)))
     if mistakes := unmet(zoo, passes, ["cpu", "cuda"]):
         raise pytest.UsageError("\n".join(mistakes))
     entries = {entry.name: entry for entry in zoo}
@@ -95,14 +93,15 @@ def _configure(config: pytest.Config) -> None:
     }
     # Else pytest makes a test of none, which it skips, and all is well. Of parts, the last may have no models.
     if not cases and config.getoption("--fx-part") is None:
-        text = "; ".join(
-            [f"the options leave {len(zoo)} of {counted(len(whole), 'model')}", *said_of(left_out)]
+        text = ". ".join(
+            [f"the options leave {len(zoo)} of {counted(len(whole), 'model')}", *config.stash[LEFT_OUT]]
         )
         raise pytest.UsageError(f"no case is chosen: {text}")
     timing: float = config.getoption("--fx-timing") or TIMING
     controller = Controller(
         cases=cases,
         planned=[case.id for case in plan(whole, passes, present)],
+        left_out=left_out,
         devices=devices,
         directory=config.getoption("--fx-report-dir") or root(config) / "reports",
         root=root(config),
@@ -115,13 +114,7 @@ def _configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    return said_of(config.stash.get(LEFT_OUT, {}))
-
-
-def said_of(left_out: Mapping[str, str]) -> list[str]:
-    """A line for the models that are left out, with the packages that they lack; none where there are none."""
-    models, packages = counted(len(left_out), "model"), ", ".join(sorted({*left_out.values()}))
-    return [f"left out: {models} whose libraries are not installed ({packages})"] if left_out else []
+    return config.stash.get(LEFT_OUT, [])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

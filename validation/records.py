@@ -93,6 +93,10 @@ AGAIN = "fxopt validate --model {model} -k {case}"
 """The command that runs one case alone: no id is a part of another one of the same model."""
 
 
+LACKING = "Left out for want of a package: "
+"""The words before the models that a run left out, each with the package."""
+
+
 @dataclasses.dataclass(frozen=True, order=True)
 class Case:
     """One model, one pipeline of passes, one device, one check.

@@ -279,3 +279,17 @@ def test_what_vanished_is_one_line(run):
     kept = good.drop(good.index[good["model"] == "bert"][0]).assign(plan="", commit="c0ffee01")
     (cause,) = headline.compared(good.assign(options=" --zoo zoo.yaml"), kept).causes
     assert cause.command == "fxopt validate --model bert --zoo zoo.yaml"
+
+
+def test_a_vanished_model_that_was_left_out_is_not_to_be_accepted(run):
+    good = night(run, 0)
+    names = good["model"].unique()
+    left = good[good["model"] == names[0]].assign(plan="", left_out=f"{names[1]} (timm), other (rdkit)")
+    since = headline.compared(good, left)
+    gone, lacking = sorted(since.causes, key=lambda cause: "left out" in cause.text)
+    assert gone.text == f"{names[2]}: 10 cases vanished"
+    assert lacking.text == f"{names[1]}: 10 cases vanished, left out: timm is not installed"
+    assert lacking.command == f"fxopt validate --model {names[1]}"
+    assert "fxopt accept" in headline.to_do(since)
+    kept = good[good["model"] != names[1]].assign(plan="", left_out=f"{names[1]} (timm)")
+    assert "fxopt accept" not in headline.to_do(headline.compared(good, kept))

@@ -21,6 +21,7 @@ import yaml
 import fxopt.passes
 from tests.validation.test_pool import in_session
 from validation import store
+from validation.report import headline
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -135,8 +136,27 @@ def test_a_zoo_whose_only_model_lacks_its_package_says_so(
 ) -> None:
     harness.zoo("Good", requires="nowhere")
     assert harness.run() == pytest.ExitCode.USAGE_ERROR
-    text = "the options leave 0 of 0 models; left out: 1 model whose libraries are not installed (nowhere)"
+    text = "the options leave 0 of 0 models. Left out for want of a package: good (nowhere)"
     assert text in capsys.readouterr().err
+
+
+def test_a_model_that_lacks_its_package_is_named_wherever_the_run_is(
+    harness: Harness, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harness.zoo("Good", "Error")
+    zoo = harness.folder / "zoo.yaml"
+    zoo.write_text(zoo.read_text().replace("name: error", "name: error\n  requires: nowhere"))
+    assert harness.run("-q", *ONE_PASS, "-k", "effect") == pytest.ExitCode.OK
+    text = "Left out for want of a package: error (nowhere)"
+    assert text in capsys.readouterr().out
+    assert f"{text}." in (harness.folder / "reports/latest/summary.md").read_text()
+    assert text not in (harness.folder / "reports/latest/compatibility/good.md").read_text()
+    rows = harness.records()
+    assert {*rows.left_out} == {"error (nowhere)"}
+    assert text in headline.not_run(rows)
+    for option in ("model=error", "tag=wild"):
+        assert harness.run(f"--fx-{option}") == pytest.ExitCode.USAGE_ERROR
+        assert f"the options leave 0 of 1 model. {text}" in capsys.readouterr().err
 
 
 def test_a_known_failure_that_is_not_planned_is_one_message(

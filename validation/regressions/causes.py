@@ -13,7 +13,7 @@ import pandas as pd
 from ..checks import latency
 from ..records import AGAIN, FAILING, TIMED, UNTRIED, Check, Outcome, counted, one_line
 from ..zoo.plan import ALL, EXACT, OPTIMIZED
-from .compare import VANISHED
+from .compare import LEFT_OUT, VANISHED
 
 Identity = tuple[str, str, str]
 """A regression by its kind, its case and its metric."""
@@ -161,7 +161,7 @@ class _Change:
 def _key(change: _Change, guilty: Sequence[str]) -> tuple[str, ...]:
     """The origin of a regression: a stage and its message, one of the `guilty` passes, or a kind of cost."""
     if change.kind == VANISHED:
-        return (change.kind,)
+        return change.kind, change.explanation
     if change.lost:
         return change.stage, re.sub(r"'[^']*'|\S*[/\d]\S*", "…", change.explanation)
     if change.untried:
@@ -180,7 +180,8 @@ def _cause(group: Sequence[_Change], since: Mapping[Identity, str], there: Colle
     command = AGAIN.format(model=first.model, case=case) + first.options
     if first.kind == VANISHED:  # perhaps the model plans it no more, or has left the zoo
         runs = command.partition(" -k ")[0] + first.options
-        command = runs if first.model in there else f"fxopt accept {first.model} --reason ..."
+        says = first.model in there or first.explanation.startswith(LEFT_OUT)  # or that it is left out
+        command = runs if says else f"fxopt accept {first.model} --reason ..."
     cases = len({each.id for each in group})
     came = since.get((first.kind, first.id, first.metric), "")
     came = first.explanation if first.kind == "latency" else came  # it is seen later than it comes
@@ -196,7 +197,8 @@ def _text(first: _Change, others: Sequence[_Change], models: tuple[str, ...]) ->
     if first.pipeline in OPTIMIZED:
         what = _named(tuple(dict.fromkeys(each.pipeline for each in (first, *others))))
     if first.kind == VANISHED:
-        yield f"{where}: {counted(len(others) + 1, 'case')} vanished"
+        left = f", {first.explanation}" if first.explanation.startswith(LEFT_OUT) else ""
+        yield f"{where}: {counted(len(others) + 1, 'case')} vanished{left}"
     elif first.untried:
         yield f"{where}: {first.explanation}"
     elif first.lost:

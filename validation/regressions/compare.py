@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ..records import FAILING, STAGES, Outcome, counted
-from ..store import measurements_of, missing
+from ..store import left_out, measurements_of, missing
 from ..zoo.build import DEFAULT
 from ..zoo.sources import SOURCE
 from .metric import BUSY, EAGER, KERNELS, MOST_BUSY, UNKNOWN, Metric, metric_of
@@ -18,6 +18,9 @@ Change = tuple[bool, str, object, str, str, str, str]
 
 VANISHED = "vanished"
 """The kind of change of a case that the later run does not have."""
+
+LEFT_OUT = "left out: "
+"""How the explanation begins of a case that vanished since its model lacks a package."""
 
 MACHINE = ["device_name", "threads"]
 """The columns that tell machines apart."""
@@ -64,8 +67,10 @@ def _population(before: pd.DataFrame, after: pd.DataFrame) -> Iterator[Change]:
         yield True, "new failure", case, "", "none", outcome, reason
     gone = before.loc[before.index.difference(after.index)]
     idle = gone["outcome"] == Outcome.NO_OP  # of passes without a site, which recorded sites leave out
-    for case, outcome in gone.loc[~idle, "outcome"].items():
-        yield True, VANISHED, case, "", outcome, "none", "only the earlier run has it"
+    lacking = left_out(after)
+    for case, outcome, model in gone.loc[~idle, ["outcome", "model"]].itertuples(name=None):
+        left = f"{LEFT_OUT}{lacking[model]} is not installed" if model in lacking else ""
+        yield True, VANISHED, case, "", outcome, "none", left or "only the earlier run has it"
     for model, count in gone.loc[idle, "model"].value_counts().items():
         cases = counted(count, Outcome.NO_OP + " case")
         yield False, VANISHED, model, "", cases, "none", "no pass changed anything in them"

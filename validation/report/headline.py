@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from ..records import FAILING, WORST_FIRST, Outcome, counted
+from ..records import FAILING, LACKING, WORST_FIRST, Outcome, counted
 from ..regressions import trend
 from ..regressions.causes import Cause, Identity, causes
-from ..regressions.compare import CHANGE, MACHINE, compare
+from ..regressions.compare import CHANGE, LEFT_OUT, MACHINE, compare
 from ..regressions.metric import BUSY, MOST_BUSY
-from ..store import ReportError, missing, read_run, unlike
+from ..store import ReportError, left_out, missing, read_run, unlike
 from ..zoo.sources import SOURCE
 
 
@@ -43,6 +43,8 @@ def not_run(table: pd.DataFrame) -> list[str]:
         told.append(
             f"The machine was busy in the time measurements of {counted(busy, 'model')}: these latencies and times are not judged"
         )
+    if found := left_out(table):
+        told.append(f"{LACKING}{', '.join(f'{model} ({package})' for model, package in found.items())}")
     if lacking := missing(table):
         told.append(f"Partial: {counted(lacking, 'planned case')} not run")
     return told
@@ -183,7 +185,8 @@ def to_do(since: Since) -> str:
         good, _, bad = commits.partition("..")
         of = f" of {', '.join(own)}" if len(own) < len(since.causes) else ""
         steps.append(f"The commit{of}: `git bisect start {bad} {good}`, then `git bisect run {BISECTED}`.")
-    if since.causes and since.run:
+    worse = since.changes[since.changes["regression"]]
+    if since.causes and since.run and not worse["explanation"].str.startswith(LEFT_OUT).all():
         steps.append("A change that is right: `fxopt accept CASE_OR_MODEL --reason ...`.")
     return " ".join(steps)
 

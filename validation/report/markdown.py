@@ -58,7 +58,7 @@ def compatibility(table: pd.DataFrame, name: str, column: str) -> str:
     places = pipes(tables.places(own)) if column == "pipeline" else ""
     return page(
         f"# {escape(name)}",
-        headline(own.assign(plan="")),
+        headline(own.assign(plan="", left_out="")),
         LEGEND,
         "## Verdicts",
         pipes(tables.compatibility(own)),

@@ -32,6 +32,7 @@ class Controller:
 
     cases: Mapping[str, Case]  # those that may be run, by id
     planned: Sequence[str]  # the ids of the whole plan that they are of; a run without some is a part
+    left_out: str  # the models that the plan lacks, each with the package that is not installed
     devices: Sequence[str]  # that the cases run on
     directory: Path  # of the reports
     root: Path  # of the repository whose commit the run is of
@@ -55,6 +56,7 @@ class Controller:
             threads=timing_threads(),
             devices=self.devices,
             plan=store.plan_of(self.planned),
+            left_out=self.left_out,
             options=options(session.config),
             root=self.root,
         )

@@ -29,6 +29,7 @@ class Run:
     devices: Mapping[str, str]
     threads: int
     plan: str = ""
+    left_out: str = ""
     fxopt: str = ""
     options: str = ""
 
@@ -46,6 +47,7 @@ class Run:
         threads: int,
         devices: Iterable[str] = ("cpu",),
         plan: str = "",
+        left_out: str = "",
         options: str = "",
         root: Path = Path(),
     ) -> Run:
@@ -59,6 +61,7 @@ class Run:
             devices={device: _device_name(device) for device in devices},
             threads=threads,
             plan=plan,
+            left_out=left_out,
             fxopt=version("fxopt"),
             options=options,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ DESCRIBED: dict[str, tuple[pa.DataType, str]] = {
         "a digest of the definition of the case: rows with two of them are not compared",
     ),
     "plan": (pa.string(), "the number and a digest of all planned cases"),
+    "left_out": (pa.string(), "the models that the plan leaves out, each with the package that is missing"),
     "options": (pa.string(), "the options with which `fxopt validate` finds the zoo and the passes"),
     "accepted": (pa.string(), "why a baseline holds this row in the place of a better one"),
 }
@@ -74,6 +76,12 @@ def missing(table: pd.DataFrame) -> int:
         return 0
     ids = set(table["id"])
     return 0 if plan == plan_of(ids) else max(1, int(plan.partition("-")[0]) - len(ids))
+
+
+def left_out(table: pd.DataFrame) -> dict[str, str]:
+    """The models that the plan of a table leaves out, each with the package that is missing."""
+    text = str(table.sort_values("started", kind="stable")["left_out"].iloc[-1])
+    return dict(re.findall(r"(\S+) \((.*?)\)", text))
 
 
 def table_of(records: Sequence[Record], run: Run) -> pa.Table:

@@ -109,7 +109,7 @@ class Entry(Strict):
     model: str
     """A class of transformers, or the dotted path of a callable that returns a `torch.nn.Module`."""
     requires: Annotated[str, Field(min_length=1)] | None = None
-    """A package that only this model needs: the model is left out where the package is not installed."""
+    """A package that only this model needs: the model is left out, with a line, where the package is not installed."""
     config: dict[str, Any] = {}
     """The differences from the defaults of the config class, or the keyword arguments of the callable."""
     weights: Weights = Weights()
