@@ -70,6 +70,8 @@ const press = (selector) => document.querySelector(selector).click();
   tell("verdict", text("#verdict")[0]);
   tell("not run", text("#not-run li"));
   tell("since", text("#since .changes b"));
+  tell("counts", text("#since summary"));
+  tell("order", ["B", "A+B", "A", "all", ""].sort(inOrder));
   tell("passes", text(".matrix th.pass"));
   tell("models", text(".matrix th.model"));
   press(".mark.failing");
@@ -141,6 +143,8 @@ def test_clicks_in_a_browser(width, records, run, tmp_path, later):
     assert len(told["not run"]) == 1
     (regression,) = table.loc[table["outcome"] == "fail", "id"]
     assert told["since"] == [regression]
+    assert told["counts"] == ["1 regression"]
+    assert told["order"] == ["", "all", "A", "B", "A+B"], "a narrow page shows the full pipelines"
     assert told["models"] == [
         "bert-base · cpu",
         "bert-base · cuda",

@@ -71,8 +71,8 @@ function drawSince() {
   const { headline, run, rows, more } = data.since;
   at("since").append(make("p", {}, `${headline} since ${run}`));
   const regressions = rows.filter(([bad]) => bad), others = rows.filter(([bad]) => !bad);
-  for (const [lines, name] of [[regressions, "regressions"], [others, "other changes"]])
-    if (lines.length) at("since").append(make("details", {}, make("summary", {}, `${lines.length} ${name}`), changeList(lines)));
+  for (const [lines, name] of [[regressions, "regression"], [others, "other change"]])
+    if (lines.length) at("since").append(make("details", {}, make("summary", {}, `${lines.length} ${name}${lines.length === 1 ? "" : "s"}`), changeList(lines)));
   if (more) at("since").append(make("p", { class: "quiet" }, `... and ${more.toLocaleString("en")} more, by: fxopt compare`));
 }
 

@@ -65,9 +65,9 @@ function effect(cell) {
   return low > 1 ? "slower" : high < 1 ? "faster" : "same";
 }
 
-// Single passes by name after no pass, the full pipelines, and then pairs.
+// The full pipelines after no pass, where a narrow page shows them too, single passes by name, and then pairs.
 function rank(pipeline) {
-  return pipeline === "" ? 0 : pipeline.includes("+") ? 3 : pipeline === "all" || pipeline === "exact" ? 2 : 1;
+  return pipeline === "" ? 0 : pipeline.includes("+") ? 3 : pipeline === "all" || pipeline === "exact" ? 1 : 2;
 }
 
 function inOrder(left, right) {
