@@ -11,24 +11,27 @@ from torch import nn
 
 from fxopt import torch_internals
 from fxopt.capture import trace
+from fxopt.engines import TORCH, engines_for
 from fxopt.errors import PassError, error_text
 from fxopt.passes import ready
 from fxopt.passes.remove_identity import RemoveIdentity
 from fxopt.rewriting.history import undo
 
-OF_INTEREST = ("fxopt", "torch", "safetensors", "transformers", "onnxruntime", "pytest")
+OF_INTEREST = ("fxopt", "torch", "safetensors", "transformers", "openvino", "onnxruntime", "pytest")
 
 
 def examine(harness: Callable[[], str]) -> tuple[dict[str, str], list[str]]:
     """Facts by name, and the names of those that are faults; `harness` tells of the harness, or raises."""
     absent = "; ".join(map(str, torch_internals.missing()))
     cuda = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     facts = {
         "python": sys.version.split()[0],
         **{name: _version(name) for name in OF_INTEREST},
         "this torch is": torch_internals.how_tested(),
         "private names of torch": absent or f"this torch has all {len(torch_internals.ROWS)} that fxopt uses",
         "CUDA devices": ", ".join(cuda) or "none",
+        **{f"engines on {device}": _engines(device) for device in devices},
         "threads": str(torch.get_num_threads()),
     }
     problems: list[str] = []
@@ -46,6 +49,13 @@ def _version(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _engines(device: str) -> str:
+    """Those among which `engine="auto"` chooses, and why it cannot choose the others."""
+    return "; ".join(
+        [TORCH, *(f"{name}: {why}" if why else name for name, why in engines_for(device).items())]
+    )
 
 
 def _passes() -> str:

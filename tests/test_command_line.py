@@ -127,6 +127,8 @@ def test_doctor_tells_what_works(call: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert (status, out.splitlines()[-1]) == (0, "all works")
     found = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert found["torch"] == importlib.metadata.version("torch")
+    assert out.count("openvino") >= 2, "its version, and whether it computes graphs"
+    assert re.search(r"^engines on cpu +torch; inductor", out, re.M)
     assert found["harness"] == f"installed, as {command_line.HARNESS}"
     monkeypatch.setattr(doctor, "undo", lambda module: (_ for _ in ()).throw(PassError("no record")))
     status, out, _ = call("doctor")
