@@ -207,7 +207,7 @@ def test_the_guilty_pass_and_its_sites_are_found(
     assert found.divergence is not None
     assert found.divergence.module in of
     assert "differs by" in found.reason
-    assert f"at 1 of its 13 sites ({site})" in str(found)
+    assert f"is wrong, already at 1 of its 13 sites ({site})" in str(found)
     assert isinstance(found.steps[0], AtSites)
 
 

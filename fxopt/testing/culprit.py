@@ -51,7 +51,8 @@ class Culprit:
         *others, last = map(repr, self.passes)
         after = f" after {', '.join(others)}" if others else ""
         some = ", ".join(self.sites[:3]) + (", ..." if len(self.sites) > 3 else "")
-        at = f", at {len(self.sites)} of its {self.of} sites ({some})" if self.sites else ""
+        alone = "already " if len(self.sites) < self.of else ""  # what needs fewer sites than all
+        at = f", {alone}at {len(self.sites)} of its {self.of} sites ({some})" if self.sites else ""
         return f"{last}{after} is wrong{at}" + (f"; {self.divergence}" if self.divergence else "")
 
 
