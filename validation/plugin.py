@@ -78,7 +78,7 @@ def _configure(config: pytest.Config) -> None:
     whole, passes = _zoo(config)
     wanted = _known("--fx-pass", [*map(name_of, config.getoption("--fx-pass") or ())], passes)
     left_out = ", ".join(f"{entry.name} ({entry.lacks})" for entry in whole if entry.lacks)
-    config.stash[LEFT_OUT] = [f"{LACKING}{left_out}"] if left_out else []
+    config.stash[LEFT_OUT] = [LACKING + left_out] if left_out else []
     whole, zoo = ([each for each in some if not each.lacks] for some in (whole, _part_of(config, whole)))
     if mistakes := unmet(zoo, passes, ["cpu", "cuda"]):
         raise pytest.UsageError("\n".join(mistakes))

@@ -123,7 +123,7 @@ def test_each_cause_has_the_commits_between_which_it_came(run):
     nights = [night(run, 0), night(run, 1, first), night(run, 2, first)]
     since = headline.since(night(run, 3, lambda record: second(first(record))), nights)
     assert {cause.since for cause in since.causes} == {"c0ffee00..c0ffee01", "c0ffee02..c0ffee03"}
-    assert headline.to_do(since).startswith("The commit of 2: `git bisect start c0ffee03 c0ffee02`")
+    assert headline.to_do(since).startswith("The commit of 1: `git bisect start c0ffee03 c0ffee02`")
 
 
 def test_slower_graphs_of_optimize_are_one_line_with_the_commits_of_their_first_run(run):
@@ -158,6 +158,17 @@ def test_two_causes_are_two_lines_the_one_with_more_cases_first(run):
         "FuseBiasInLinear",
     ]
     assert [cause.cases for cause in since.causes] == [10, 3]
+
+
+def test_what_fails_comes_before_what_vanished(run):
+    def failing(record):
+        wanted = record.case.model == "bert" and record.case.pipeline == ("MergeLinears",)
+        return wrong(record) if wanted else record
+
+    bad = night(run, 1, failing)
+    since = headline.since(bad[bad["model"] != "resnet"].assign(plan=""), [night(run, 0)])
+    assert [cause.cases for cause in since.causes] == [1, 10]
+    assert since.causes[0].text.startswith("MergeLinears fails in bert")
 
 
 def test_the_command_names_the_zoo_and_passes_of_the_run(run):
@@ -274,7 +285,7 @@ def test_what_vanished_is_one_line(run):
     since = headline.compared(good.assign(options=" --zoo zoo.yaml"), part)
     (cause,) = since.causes
     assert (cause.since, "bisect" in headline.to_do(since)) == ("c0ffee00..c0ffee01", False)
-    assert cause.text == "bert: 10 cases vanished"
+    assert cause.text == "bert: 10 cases vanished (only the earlier run has it)"
     assert cause.command == "fxopt accept bert --reason ...", "a model that the zoo lacks cannot run"
     kept = good.drop(good.index[good["model"] == "bert"][0]).assign(plan="", commit="c0ffee01")
     (cause,) = headline.compared(good.assign(options=" --zoo zoo.yaml"), kept).causes
@@ -287,8 +298,8 @@ def test_a_vanished_model_that_was_left_out_is_not_to_be_accepted(run):
     left = good[good["model"] == names[0]].assign(plan="", left_out=f"{names[1]} (timm), other (rdkit)")
     since = headline.compared(good, left)
     gone, lacking = sorted(since.causes, key=lambda cause: "left out" in cause.text)
-    assert gone.text == f"{names[2]}: 10 cases vanished"
-    assert lacking.text == f"{names[1]}: 10 cases vanished, left out: timm is not installed"
+    assert gone.text == f"{names[2]}: 10 cases vanished (only the earlier run has it)"
+    assert lacking.text == f"{names[1]}: 10 cases vanished (left out: timm is not installed)"
     assert lacking.command == f"fxopt validate --model {names[1]}"
     assert "fxopt accept" in headline.to_do(since)
     kept = good[good["model"] != names[1]].assign(plan="", left_out=f"{names[1]} (timm)")

@@ -50,11 +50,23 @@ def test_report_writes_where_it_is_told(runs, call, tmp_path):
     assert (tmp_path / "there/summary.md").is_file()
 
 
+def test_report_compares_with_the_nights_of_the_run_wherever_it_writes(runs, later, call, tmp_path):
+    table = store.read_table(runs[1])
+    for place in ("latest", "history"):
+        store.write_table(table, runs[0].parent / place, later.id if place == "history" else "records")
+    folder = runs[0].parent
+    for night in ("latest", "latest/records.parquet", f"history/{later.id}.parquet"):
+        for to in ([], ["--output", tmp_path / "there/again"]):
+            assert "1 cause of regressions since" in call("report", folder / night, *to).output
+
+
 def test_compare_says_what_got_worse_and_fails(runs, call):
     result = call("compare", *runs)
     assert result.exit_code == 1
-    assert "1. The graph fails in bert-base: logits [bold]differ[/bold]" in result.output
-    assert "1 regression, 0 other changes" in result.output
+    text = "\n1. The graph fails in bert-base: logits [bold]differ[/bold] (1 case"
+    change = "\nworse  outcome  bert-base-eager-cpu-parity  pass → fail  logits [bold]differ[/bold]\n"
+    assert 0 < result.output.index(text) < result.output.index(change)
+    assert result.output.endswith("\n1 regression, 0 other changes\n")
 
 
 def test_compare_of_a_run_with_itself_or_a_worse_one_is_fine(runs, call):
@@ -287,6 +299,10 @@ def test_sites_of_one_model_leave_the_others_as_they_are(zoo, call):
     assert call("zoo", "sites", zoo, "--model", "second").exit_code == 0
     assert recorded_sites(zoo)["first"] == {"MergeLinears": 9}
     assert len(recorded_sites(zoo)["second"]) == len(fxopt.passes.available())
+    sites_file(zoo).unlink()
+    result = call("zoo", "sites", zoo, "--model", "third")
+    assert (result.exit_code, sites_file(zoo).exists()) == (2, False)
+    assert result.stderr == "error: nothing is recorded: all these models are left out\n"
     result = call("zoo", "sites", zoo, "--model", "thrid")
     assert result.exit_code == 2
     assert result.stderr == f"error: {zoo}: no model 'thrid'; there are first, second, third\n"

@@ -116,6 +116,12 @@ def test_a_part_of_another_commit_leaves_the_last_run_alone(field, value, told, 
     assert len(store.read_run(tmp_path / "part")) == 3
     done = written(records[3:], old, tmp_path, planned)
     assert (done.stays, set(store.read_run(tmp_path / "latest")[field])) == ("", {value})
+    assert not (tmp_path / "part").exists()
+    written([records[0]], run, tmp_path, planned)
+    written(records, dataclasses.replace(old, started=old.started + datetime.timedelta(days=1)), tmp_path)
+    assert (tmp_path / "part").exists(), "of yet another run"
+    written(records, run, tmp_path)
+    assert not (tmp_path / "part").exists(), "the whole run"
 
 
 def test_a_run_of_a_part_says_so(records, run, tmp_path):
@@ -317,6 +323,10 @@ def test_a_report_says_what_changed_since_the_run_before(records, run, tmp_path,
     written(broken, later, tmp_path)
     page = (tmp_path / "latest/summary.md").read_text()
     assert "**1 cause of regressions since the run of 2026-01-02 (commit acf9a7c1).**" in page.splitlines()[2]
+    assert "Dated after" not in page
+    written(records, dataclasses.replace(run, started=run.started - datetime.timedelta(days=1)), tmp_path)
+    page = (tmp_path / "latest/summary.md").read_text()
+    assert "Dated after this run, and not compared: 2 runs of the history." in page
     part = dataclasses.replace(later, plan=store.plan_of([*(r.case.id for r in records), "more"]))
     written(
         records[:1], dataclasses.replace(part, started=later.started + datetime.timedelta(days=1)), tmp_path

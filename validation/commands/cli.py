@@ -47,7 +47,8 @@ def report_command(
     """Writes the Markdown and HTML views of a run, from its table alone."""
     with one_line_errors():
         table = store.read_run(run)
-        written = report.write_views(table, output or _beside(run))
+        history = max((place / "history" for place in run.resolve().parents[:2]), key=Path.is_dir)
+        written = report.write_views(table, output or _beside(run), history)
     _say_what_is_written(table, written)
 
 
@@ -65,16 +66,16 @@ def compare_command(
     `docs/files.md` says what is worse. Latencies are judged over many runs, in the report and by `fxopt history`.
     """
     with one_line_errors():
-        before, after = store.read_run(baseline), store.read_run(current)
-        if set(before["id"]).isdisjoint(after["id"]):
+        old, new = store.read_run(baseline), store.read_run(current)
+        if set(old["id"]).isdisjoint(new["id"]):
             raise store.ReportError(f"{current}: has no case of {baseline}, so that nothing can be compared")
-        since = headline.compared(before, after, part=part)
+        since = headline.compared(old, new, part=part)
     found = since.changes
-    if not found.empty:
-        print_table(headline.marked(found).rename(columns={"regression": ""}))
     typer.echo("\n".join(report.worse_lines(since)))
+    for *words, before, after, why in headline.marked(found).itertuples(index=False, name=None):
+        typer.echo("  ".join(filter(None, [*words, " → ".join(filter(None, [before, after])), why])))
     typer.echo(headline.changed(found))
-    lacking = len({*before["id"]} - {*after["id"]})
+    lacking = len({*old["id"]} - {*new["id"]})
     if lacking and not (found["kind"] == VANISHED).any():
         typer.echo(
             f"{current} is a part: {counted(lacking, 'case')} of {baseline} did not run; --no-part counts them"

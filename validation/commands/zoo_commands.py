@@ -63,7 +63,8 @@ def zoo_sites_command(
         entries, passes = load_zoo(zoo)
         found, failed = recorded_sites(zoo), []
         runner = Runner(entries, passes)
-        for entry in [_named(name, entries, zoo) for name in model] if model else entries:
+        chosen = [_named(name, entries, zoo) for name in model] if model else entries
+        for entry in chosen:
             if entry.lacks:
                 typer.echo(f"{entry.name}: left out: {entry.lacks} is not installed")
                 continue
@@ -76,6 +77,8 @@ def zoo_sites_command(
                     failed.append(f"{name} in {entry.name} ({row.outcome}: {row.reason})")
             typer.echo(f"{entry.name}: {len(counts)} passes counted")
         gc.unfreeze()  # the runner freezes what is imported
+        if all(entry.lacks for entry in chosen):
+            raise ZooError("nothing is recorded: all these models are left out")
         found = {
             name: {key: count for key, count in found[name].items() if key in passes}
             for name in [entry.name for entry in entries]

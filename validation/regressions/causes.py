@@ -65,7 +65,7 @@ def causes(
     before: pd.DataFrame,
     since: Mapping[Identity, str] = {},
 ) -> list[Cause]:
-    """Group the regressions among the changes to a run: one cause a pass, a stage before any pass, or a kind of cost.
+    """Group the regressions among the changes to a run: one cause a pass, a stage before any pass, or a kind of cost. Failures come first.
 
     Args:
         changes: a table of `compare.compare`.
@@ -102,7 +102,7 @@ def causes(
             groups.setdefault(next(known, _key(each, [])), []).append(each)
     there = {*table["model"]}
     found = [_cause(group, since, there) for group in groups.values()]
-    return sorted(found, key=lambda cause: -cause.cases)
+    return sorted(found, key=lambda cause: (not cause.bisects, -cause.cases))
 
 
 _OF_A_CASE = ["model", "device", "pipeline", "check", "stage", "options"]
@@ -197,8 +197,7 @@ def _text(first: _Change, others: Sequence[_Change], models: tuple[str, ...]) ->
     if first.pipeline in OPTIMIZED:
         what = _named(tuple(dict.fromkeys(each.pipeline for each in (first, *others))))
     if first.kind == VANISHED:
-        left = f", {first.explanation}" if first.explanation.startswith(LEFT_OUT) else ""
-        yield f"{where}: {counted(len(others) + 1, 'case')} vanished{left}"
+        yield f"{where}: {counted(len(others) + 1, 'case')} vanished ({first.explanation})"
     elif first.untried:
         yield f"{where}: {first.explanation}"
     elif first.lost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,7 +21,7 @@ VANISHED = "vanished"
 """The kind of change of a case that the later run does not have."""
 
 LEFT_OUT = "left out: "
-"""How the explanation begins of a case that vanished since its model lacks a package."""
+"""How the explanation begins of a case whose model lacks a package."""
 
 MACHINE = ["device_name", "threads"]
 """The columns that tell machines apart."""
@@ -67,10 +68,14 @@ def _population(before: pd.DataFrame, after: pd.DataFrame) -> Iterator[Change]:
         yield True, "new failure", case, "", "none", outcome, reason
     gone = before.loc[before.index.difference(after.index)]
     idle = gone["outcome"] == Outcome.NO_OP  # of passes without a site, which recorded sites leave out
-    lacking = left_out(after)
+    lacking = dict(re.findall(r"(\S+) \((.*?)\)", left_out(after)))
     for case, outcome, model in gone.loc[~idle, ["outcome", "model"]].itertuples(name=None):
-        left = f"{LEFT_OUT}{lacking[model]} is not installed" if model in lacking else ""
-        yield True, VANISHED, case, "", outcome, "none", left or "only the earlier run has it"
+        why = (
+            f"{LEFT_OUT}{lacking[model]} is not installed"
+            if model in lacking
+            else "only the earlier run has it"
+        )
+        yield True, VANISHED, case, "", outcome, "none", why
     for model, count in gone.loc[idle, "model"].value_counts().items():
         cases = counted(count, Outcome.NO_OP + " case")
         yield False, VANISHED, model, "", cases, "none", "no pass changed anything in them"

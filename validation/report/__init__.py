@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
@@ -51,7 +53,7 @@ def write_run(table: pa.Table, directory: Path, planned: Collection[str] | None 
 
     A run of a part stays out of the history, and takes the place of its own cases in `latest` alone; others stay there
     that are still `planned`, or all where that is not known. Parts of another commit, other versions or another zoo gather in
-    `directory/part` until they are a whole run, and `latest` stays. A sweep has a directory of its own, `directory/architectures`, in the place of `latest`.
+    `directory/part` until they are a whole run, which takes their place, and `latest` stays. A sweep has a directory of its own, `directory/architectures`, in the place of `latest`.
     """
     written, frame, history = Written(), table.to_pandas(), directory / "history"
     latest = directory / ("architectures" if headline.is_sweep(frame) else "latest")
@@ -62,7 +64,10 @@ def write_run(table: pa.Table, directory: Path, planned: Collection[str] | None 
         if planned is not None:
             table = table.filter(pc.is_in(table["id"], pa.array(sorted(planned), pa.string())))
     written.directory = latest
-    written.attempt(latest, lambda: store.write_table(table, latest))
+    file, part = written.attempt(latest, lambda: store.write_table(table, latest)), directory / "part"
+    with contextlib.suppress(store.ReportError):  # mostly there is none
+        if file and latest != part and {*store.read_run(part)["run"]} <= {*table["run"].to_pylist()}:
+            shutil.rmtree(part, ignore_errors=True)  # it shows a run as it was when it was cut
     return write_views(table.to_pandas(), latest, history, written)
 
 
@@ -93,7 +98,7 @@ def write_views(
     given. A view that cannot be made is deleted, for it would show another run.
     """
     written, history = written or Written(), history or directory.parent / "history"
-    since = written.attempt(history, lambda: headline.since(table, headline.earlier(table, history)))
+    since = written.attempt(history, lambda: headline.since(table, *headline.earlier(table, history)))
     ran = headline.ran(table)
     views: dict[str, Callable[[], str]] = {
         "summary.md": lambda: markdown.summary(table, since),

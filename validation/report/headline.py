@@ -43,8 +43,8 @@ def not_run(table: pd.DataFrame) -> list[str]:
         told.append(
             f"The machine was busy in the time measurements of {counted(busy, 'model')}: these latencies and times are not judged"
         )
-    if found := left_out(table):
-        told.append(f"{LACKING}{', '.join(f'{model} ({package})' for model, package in found.items())}")
+    if models := left_out(table):
+        told.append(LACKING + models)
     if lacking := missing(table):
         told.append(f"Partial: {counted(lacking, 'planned case')} not run")
     return told
@@ -78,28 +78,31 @@ class Since:
         run: the id of that run; empty where there is none, and the causes are those of all failures.
         commit: of that run.
         changes: a table of `compare.compare`, and the latencies that changed for good.
-        causes: of the regressions among them, the one with the most cases first.
+        causes: of the regressions among them, failures first, then the one with the most cases.
+        later: how many runs of the history are dated after the run, and not compared.
     """
 
     run: str
     commit: str
     changes: pd.DataFrame
     causes: list[Cause]
+    later: int = 0
 
 
-def earlier(table: pd.DataFrame, history: Path) -> list[pd.DataFrame]:
-    """The runs of the history before that of a table, oldest first, and of its kind: a sweep, or none."""
+def earlier(table: pd.DataFrame, history: Path) -> tuple[list[pd.DataFrame], int]:
+    """The runs of the history before that of a table, oldest first, and of its kind: a sweep, or none. And how many are later."""
     own, swept = {*table["run"]}, is_sweep(table)
     found: list[pd.DataFrame] = []
-    for file in sorted(history.glob("[!.]*.parquet"), reverse=True):
+    files = sorted(history.glob("[!.]*.parquet"), reverse=True)
+    for file in files:
         if file.stem < max(own) and file.stem not in own and len(found) < MOST_RUNS:
             with contextlib.suppress(ReportError):  # `fxopt history` tells of files that cannot be read
                 run = read_run(file)
                 found += [run] if is_sweep(run) == swept else []
-    return found[::-1]
+    return found[::-1], sum(file.stem > max(own) for file in files)
 
 
-def since(table: pd.DataFrame, runs: list[pd.DataFrame]) -> Since:
+def since(table: pd.DataFrame, runs: list[pd.DataFrame], later: int = 0) -> Since:
     """Compare a run with the last good one among those before it: one in which nothing was worse than in the good one before.
 
     A regression stays until it is mended, and is told with the commits between which it came.
@@ -107,7 +110,7 @@ def since(table: pd.DataFrame, runs: list[pd.DataFrame]) -> Since:
     if not runs:
         changes = compare(table[:0], table)
         changes = changes[changes["regression"]]
-        return Since("", "", changes, causes(changes, table, table))
+        return Since("", "", changes, causes(changes, table, table), later)
     tables = [*runs, table]
     found = trend.latencies(tables)
     slower = min(found.loc[found["change"] > 0, "since"], default="none")
@@ -115,7 +118,8 @@ def since(table: pd.DataFrame, runs: list[pd.DataFrame]) -> Since:
     for run in runs[1:]:
         worse = run["run"].max() >= slower or compare(good, run)["regression"].any()
         good, bad = (good, [*bad, run]) if worse else (run, [])
-    return compared(good, table, _latency_changes(tables, found), bad)
+    since = compared(good, table, _latency_changes(tables, found), bad)
+    return dataclasses.replace(since, later=later)
 
 
 def compared(
@@ -177,6 +181,8 @@ def to_do(since: Since) -> str:
     texts = {f"Since the last good run: {name} {old} → {new}.": name for name, old, new in changed.to_numpy()}
     machine = "The last good run was on another machine: times, memory and kernels are not compared."
     steps = [*dict.fromkeys(machine if name in MACHINE else text for text, name in texts.items())]
+    if since.later:
+        steps.append(f"Dated after this run, and not compared: {counted(since.later, 'run')} of the history.")
     numbers: dict[str, list[str]] = {}
     for number, cause in enumerate(since.causes, 1):
         if cause.bisects and re.fullmatch(r"[0-9a-f]+\.\.[0-9a-f]+", cause.since):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,10 +77,9 @@ def missing(table: pd.DataFrame) -> int:
     return 0 if plan == plan_of(ids) else max(1, int(plan.partition("-")[0]) - len(ids))
 
 
-def left_out(table: pd.DataFrame) -> dict[str, str]:
-    """The models that the plan of a table leaves out, each with the package that is missing."""
-    text = str(table.sort_values("started", kind="stable")["left_out"].iloc[-1])
-    return dict(re.findall(r"(\S+) \((.*?)\)", text))
+def left_out(table: pd.DataFrame) -> str:
+    """The models that the plan of a table leaves out, each with the package that is missing: `vit (timm), unet (diffusers)`."""
+    return str(table.sort_values("started", kind="stable")["left_out"].iloc[-1])
 
 
 def table_of(records: Sequence[Record], run: Run) -> pa.Table:
