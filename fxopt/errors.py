@@ -40,6 +40,10 @@ class UndoError(PassError):
     """A rewrite cannot be undone exactly, for example because its record is gone."""
 
 
+FIRST_CALL = ". Where only the first call does so, call the model once before the capture"
+"""Is in the text of a TraceError about what a model may set up at its first call."""
+
+
 def error_text(error: BaseException) -> str:
     """The class of an error, and its message."""
     return f"{type(error).__name__}: {error}"

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fxopt.packed_operators import Kernel, Packed, available, finished, of_pixels, pads_zeros
 from fxopt.submodules import with_parameters
@@ -91,7 +90,8 @@ PACKED: Mapping[type[nn.Module], type[nn.Module]] = {
 
 _PLAIN = {packed: plain for plain, packed in PACKED.items()}
 
-_shared = WeakIdKeyDictionary()  # for each weight, by kernel, the packed one, as long as a layer has it
+# The packed weights that layers have, by kernel and place of the weight.
+_shared = weakref.WeakValueDictionary[Any, Packed]()
 _lock = threading.RLock()  # layers of one weight share what is packed, whichever threads call them
 
 
@@ -244,11 +244,10 @@ def _packed(layer: Any, kernel: Kernel) -> Packed:
     seen = (version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, _fused_steps[0])
     if held is None or held[1] != seen:
         with _lock, torch.no_grad():
-            known = _shared.setdefault(weight, {}) if kernel.any_shape else {}
-            packed = known.get(layer.kernel, lambda: None)()
+            key = layer.kernel, seen[1:-1]
+            packed = _shared.get(key) if kernel.any_shape else None
             if packed is None or not _holds(packed, weight):
-                packed = kernel.pack(layer, layer.packed_for)
-                known[layer.kernel] = weakref.ref(packed)
+                packed = _shared[key] = kernel.pack(layer, layer.packed_for)
         # The old weight is held, too, so that no other one can have its address.
         held = layer.__dict__["_packed"] = (weight.detach(), seen, packed)
     found: Packed = held[2]

@@ -158,7 +158,9 @@ def test_more_steps_than_there_are(steps):
     with pytest.raises(UndoError, match=f"steps is {steps}, but 1 are recorded"):
         undo(graph_module, steps)
     assert_round_trip(before, graph_module)
-    for wrong in (0, "all"):
+    assert undo(graph_module, 0) is graph_module
+    assert_round_trip(before, graph_module)
+    for wrong in (-1, "all"):
         with pytest.raises(ValueError, match=f"steps is {wrong!r}"):
             undo(graph_module, wrong)
 

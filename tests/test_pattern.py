@@ -408,6 +408,7 @@ def scaled_copy(self, x, c, l):  # noqa: E741
             "asks for a value or a shape",
         ),
         (lambda s, x: nn.Linear(4, 4)(x), lambda s, x: x, lambda: of(lambda m, x: x * 2), "is a parameter with its class"),
+        (lambda s, x: x * 2, lambda s, x: torch.nope(x), lambda: of(lambda m, x: x * 2), "replacement raises AttributeError"),
     ],
 )  # fmt: skip
 def test_a_rule_that_cannot_be_right_is_an_error(pattern, replacement, graph, message):
@@ -416,6 +417,17 @@ def test_a_rule_that_cannot_be_right_is_an_error(pattern, replacement, graph, me
     with pytest.raises(PassError, match=message):
         rule(pattern, replacement)(graph_module)
     assert_round_trip(before, graph_module)
+
+
+def test_reasons_take_the_parameters_of_the_pattern():
+    def pattern(self, x, c: float):
+        return x * c
+
+    graph_module = of(lambda m, x: x * 2)
+    with pytest.raises(PassError, match=r"refuses of Rule takes other parameters .*'c'"):
+        rule(pattern, lambda s, x, c: c * x, refuses=lambda s, x: None)(graph_module)
+    named = rule(pattern, lambda s, x, c: c * x, refuses=lambda s, c, **_: "no")
+    assert "no" in str(named.explain(graph_module))
 
 
 @pytest.mark.parametrize(

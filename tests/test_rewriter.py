@@ -103,6 +103,11 @@ def replace_act(rewriter, nodes):
     rewriter.replace_module("act", nn.SiLU())
 
 
+def test_a_module_that_is_not_there_is_not_replaced():
+    with pytest.raises(PassError, match="no module 'actt'; add_module adds one"):
+        Rewriter(traced()).replace_module("actt", nn.SiLU())
+
+
 def replace_act_again(rewriter, nodes):
     rewriter.replace_module("act", nn.GELU())
 

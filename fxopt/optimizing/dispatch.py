@@ -30,7 +30,7 @@ from fxopt.optimizing.inputs import (
     written_back,
 )
 from fxopt.optimizing.lowering import Lowered
-from fxopt.optimizing.prepare import Options, prepare
+from fxopt.optimizing.prepare import LATER, Options, prepare
 from fxopt.optimizing.progress import progress
 from fxopt.optimizing.report import GraphReport, Report
 from fxopt.optimizing.watching import LeftByCalls, State
@@ -39,6 +39,7 @@ from fxopt.torch_internals import cannot_tell, has_any_global_hook, is_transform
 # How many graphs for one structure may be refused, dropped, or hold for one size that was to be free.
 _MOST_FAILURES = 2
 _MOST_REFUSALS = 16  # how many captures of one structure may give no graph: the model refuses some inputs
+_MOST_FIRST_CALLS = 3  # how many of these are tried again, as the model may have been set up meanwhile
 _MOST_STRUCTURES = 64  # how many to keep in mind
 _MOST_NUMBERS = 4  # how many values of one number may have a graph
 _RESTLESS = 4  # after so many changes of the model, a graph is made when calls without one have taken as long as making one
@@ -338,11 +339,17 @@ class Graphs:
         if again and disagreement == _CHANGED:
             return self._make(self._opened(), inputs, named, key, sizes, after, again=False)
         reason = report.reason or disagreement
+        book.refused = [
+            each for each in book.refused if each.inputs != report.inputs or LATER not in str(each.reason)
+        ]
         if lowered is None or reason:
 
             def refuse(_: Any) -> None:
                 structure.sizes |= sizes
-                structure.failures.append(reason)
+                if LATER in reason and structure.refusals <= _MOST_FIRST_CALLS:
+                    book.without_graph -= {(key, sizes), inputs.plain_signature()}
+                else:
+                    structure.failures.append(reason)
                 book.refused.append(dataclasses.replace(report, reason=reason))
                 self._warn(inputs, reason)
 

@@ -73,7 +73,7 @@ def optimize(
         The module, for calls under `torch.no_grad()` or `torch.inference_mode()`, also from several threads. Its
         attributes are those of the model, and one that is set on either is set on both. `print(fast.report)` says what was
         done, and `fxopt.undo(fast)` gives the model back. `.to()`, `load_state_dict`, writes in place, swapped layers and
-        adapters, train and eval, and numbers, strings, flags and tensors on modules, also in tuples, dicts, and lists and sets of at
+        adapters, train and eval, and numbers, strings, flags and tensors on modules, also in tuples, dicts, lists and sets of at
         most 1000 elements, are noticed; after anything else call `fast.refresh()`.
 
     Raises:

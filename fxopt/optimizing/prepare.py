@@ -21,7 +21,7 @@ from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.compare import cosine_similarity, norm_error, norm_errors, unlike
 from fxopt.constants import Constant
 from fxopt.engines import AUTO, TORCH, Unfit, engines_for, reason_of, with_engine
-from fxopt.errors import FxoptError, GuardError, raise_of_signal
+from fxopt.errors import FIRST_CALL, FxoptError, GuardError, raise_of_signal
 from fxopt.float64 import run_in_float64
 from fxopt.kernels import PackedLayer
 from fxopt.obstacles.foldable import Fold
@@ -72,6 +72,7 @@ ROUNDINGS, MOST_ERROR_SEEN = 4, SOMETHING_ELSE / 2
 MOST_LUCK = 100
 LEAST_SPEEDUP = 0.98  # a graph that is slower is not used: less is within what measuring leaves open
 MOST_TIMINGS = 4  # that have to find a graph slower
+LATER = ". Where only the first call does so, a later call gets a graph"
 _PASSES = {"bfloat16": ChangePrecision.__name__, "int8": QuantizeLinears.__name__}
 
 
@@ -402,6 +403,7 @@ def _is_rounding(mine: float, theirs: float) -> bool:
 def _without_options(text: str) -> str:
     """Leave out advice of `fxopt.trace` that names options which `optimize` does not have."""
     leaf = r"(,? or|[,.:]) [mM]ake [^.;]* a leaf( \(leaf_modules=\.\.\.\))?"
+    text = text.replace(FIRST_CALL, LATER)
     specialize = r"[Cc]apture with specialize=True[^.;]*(; or (\w)|\.)?"
     return re.sub(specialize, lambda match: (match[2] or "").upper(), re.sub(leaf, "", text)).rstrip()
 

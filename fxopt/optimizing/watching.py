@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.optimizing.inputs import has_own_kernels
+from fxopt.outputs import same_bits
 from fxopt.submodules import tensors_of
 from fxopt.torch_internals import (
     BUFFERS,
@@ -25,8 +26,8 @@ from fxopt.torch_internals import (
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINER = "a container"  # that has changed, where no name says more
-_WATCHED = (list, collections.OrderedDict, set)
-_CONTAINERS = (*_WATCHED, tuple, dict)
+_WATCHED = (list, dict, set)  # and their subclasses
+_CONTAINERS = (*_WATCHED, tuple)
 _LONGEST = 1000  # the most elements of a list, set or OrderedDict that is watched: LeViT keeps half a million numbers in lists
 _MOST_LEFT = 256  # for how many values that calls leave it is known whether a graph holds
 # Hooks on states and gradients are among these.
@@ -36,10 +37,10 @@ _OF_TORCH = vars(nn.Module()).keys() - {PARAMETERS, BUFFERS, MODULES, *FORWARD_H
 class State:
     """The modules, weights, buffers, hooks, flags, numbers and strings of a model, as they are when this is made.
 
-    Lists, tuples, dicts and sets count, nested ones, too. A tensor that a module keeps as an attribute may give way to one with the same
-    shape, unless a graph reads it. Not seen is what changes in a list, set or OrderedDict of more than 1000
+    Lists, tuples, dicts and sets count, nested ones and subclasses, too. A tensor that a module keeps as an attribute may give way to one with the same
+    shape, unless a graph reads it. Not seen is what changes in a list, set or subclass of dict of more than 1000
     elements and inside of other objects but for `config`, and writes into a tensor that leave its version and place as they were: through
-    numpy or into `.data`.
+    numpy or into `.data`. Those of `batch_norm` are seen where an attribute of the module, such as `training`, was set since.
 
     Attributes:
         read: the attributes that graphs read, each by the id of the `__dict__` of its module, and its name.
@@ -54,11 +55,12 @@ class State:
         found: dict[int, Any] = {}
         for module in model.modules():
             _collect(vars(module), found)
-        held = [v for v in found.values() if type(v) is dict or (type(v) in _WATCHED and len(v) <= _LONGEST)]
+        watched = (each for each in found.values() if isinstance(each, _WATCHED))
+        held = [each for each in watched if type(each) is dict or len(each) <= _LONGEST]
         self._empty = [each for each in held if not each]
         self._dicts = [each for each in held if each and type(each) is dict]
         self._copies = [(each, each.copy()) for each in self._dicts]
-        self._others = [(each, each.copy()) for each in held if each and type(each) is not dict]
+        self._others = [(each, _copied(each)) for each in held if each and type(each) is not dict]
         self._versions = [*map(dict_version, self._dicts)]
         self._compared = sum(self._versions), 0
         self._held = [t for t in found.values() if isinstance(t, Tensor) and not t.is_inference()]
@@ -67,10 +69,14 @@ class State:
         self._placed = [t for t in self._held if not has_own_kernels(t)]
         self._memory = [t.detach() for t in self._placed]
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
+        # `batch_norm` writes into its statistics past the versions.
+        self._statistics = {
+            id(t): t.detach().clone() for t in model.buffers() if t.dim() == 1 and t.is_floating_point()
+        }
         self.read: set[tuple[int, Any]] = set()
         self._changed = _CONTAINER
         self._replaced = False  # whether a list gave way to an equal one, which peft makes for each switch
-        short = (each for each in found.values() if type(each) in _CONTAINERS and len(each) <= _LONGEST)
+        short = (v for v in found.values() if isinstance(v, _CONTAINERS) and len(v) <= _LONGEST)
         parts = (part for each in short for part in _parts(each).values())
         times = collections.Counter(id(part) for part in parts if isinstance(part, Tensor))
         self._twice = {key for key, count in times.items() if count > 1}
@@ -89,6 +95,13 @@ class State:
                 attributes = vars(modules[path])
                 self._assigned[id(attributes), name] = attributes, set()
                 _collect(getattr(modules[path], name, None), left_out)
+        for path, module in modules.items():  # a forward may assign a weight, too
+            own = vars(module)
+            for name, value in (*own.items(), *own[PARAMETERS].items(), *own[BUFFERS].items()):
+                if (path, name) not in places:
+                    left_out.pop(id(value), None)
+        for key in left_out:
+            self._statistics.pop(key, None)
         # Of all: graphs for other states of the model may make other changes.
         self._tensors = [tensor for tensor in self._held if id(tensor) not in left_out]
         self._written = sum(self._writes[id(tensor)] for tensor in self._tensors)
@@ -134,6 +147,10 @@ class State:
         if isinstance(now, list) and len(now) == len(before) and all(map(operator.is_, now, before)):
             return True  # at once
         then, current = _parts(before), _parts(now)
+        for tensor in current[BUFFERS].values() if MODULES in current else ():
+            if tensor is not None and not same_bits(tensor, self._statistics.get(id(tensor), tensor)):
+                self._changed = "a tensor"
+                return False
         if isinstance(now, dict) and MODULES not in now and [*then] != [*current]:
             return False  # a forward may iterate over a dict; over the attributes of a module hardly
         for key in then.keys() | current.keys():
@@ -253,12 +270,18 @@ def _collect(value: Any, found: dict[int, Any]) -> None:
     """Add a tensor, or a container with the tensors and containers in it, by their ids."""
     if isinstance(value, Tensor):
         found[id(value)] = value
-    elif type(value) in _CONTAINERS and id(value) not in found:
+    elif isinstance(value, _CONTAINERS) and id(value) not in found:
         found[id(value)] = value
         own = _OF_TORCH if isinstance(value, dict) and MODULES in value else ()
         for key, part in _parts(value).items():
             if key not in own:
                 _collect(vars(part) if key == "config" and hasattr(part, "__dict__") else part, found)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a list, dict or set, for which a subclass may have no method that works."""
+    own = type(value) is collections.OrderedDict  # which has an order of its own
+    return value.copy() if own else next(kind for kind in _WATCHED if isinstance(value, kind)).copy(value)
 
 
 def _parts(value: Any) -> dict[Any, Any]:

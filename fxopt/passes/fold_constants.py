@@ -21,7 +21,6 @@ from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.weights import Left
-from fxopt.submodules import free_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +85,8 @@ class FoldConstants(ReversibleRewrite[Node]):
                 f"{site.name} is {value.dtype} {[*value.shape]} here, and was {described.dtype} "
                 f"{[*described.shape]} in the trace: apply the pass under the default dtype of the trace"
             )
-        path = free_path(rewriter.graph_module, "", "constant")
         constant = Constant(value, follows_buffers(rewriter.graph_module, site, computed))
-        rewriter.replace_module(path, constant, restore=_nothing)
+        path = rewriter.add_module("", "constant", constant, restore=_nothing)
         read = rewriter.create("get_attr", f"{path}.value", before=site, val=site.meta.get("val"))
         rewriter.replace_uses(site, read)
         for node in reversed(computed):
@@ -104,6 +102,8 @@ class FoldConstants(ReversibleRewrite[Node]):
         described = graph.value_of(node)
         if described.device.type == "meta":
             return "it is on the meta device"
+        if described.requires_grad and not self.freeze:
+            return "it requires gradients"
         size = described.numel() * described.element_size()
         if not isinstance(size, int):
             return "its size is known only when the graph runs"

@@ -72,6 +72,9 @@ def _obstacle(index: GraphIndex, node: Node, module: nn.Module | None) -> str | 
     copies = graph.function_name(node) == "pad"
     if copies and index.memory.is_returned(node):
         return "the graph returns it, which is a copy"
+    views = module is None and not copies and Fact.RANDOM not in facts_of(node) and not _may_be_itself(node)
+    if views and index.memory.is_returned(node) and not _is_made_here(index, source):
+        return "the graph returns it, which is a view of an input or weight"
     # Autograd treats a write into a view otherwise.
     writer = index.memory.written(node) or (index.memory.written(source) if copies else None)
     if writer:
@@ -81,6 +84,16 @@ def _obstacle(index: GraphIndex, node: Node, module: nn.Module | None) -> str | 
     # A view without gradients has none; a parameter, and what is in a container, is older than the node that reads it.
     older = not (source.all_input_nodes and isinstance(graph.value_of(source.all_input_nodes[0]), Tensor))
     return index.memory.write_between(index.guard or index.nodes[0] if older else source, node)
+
+
+def _may_be_itself(node: Node) -> bool:
+    """Tell whether a call gives its input itself, where it changes nothing, and no view of it."""
+    return graph.function_name(node) in (*CASTS, "contiguous")
+
+
+def _is_made_here(index: GraphIndex, value: Node) -> bool:
+    """Tell whether the memory of a value is neither that of an input nor of a weight."""
+    return not any(each.op in ("placeholder", "get_attr") for each in index.memory.aliases(value))
 
 
 def _gives_back(index: GraphIndex, node: Node, module: nn.Module | None, facts: Fact) -> bool:

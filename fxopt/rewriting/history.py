@@ -84,7 +84,7 @@ def undo(graph_module: GraphModule, steps: int = 1) -> GraphModule:
         raise TypeError(
             f"undo takes a graph module, or what fxopt.optimize made of a model, not {type(graph_module).__name__}"
         )
-    if not isinstance(steps, numbers.Integral) or steps < 1:
+    if not isinstance(steps, numbers.Integral) or steps < 0:
         raise ValueError(f"steps is {steps!r}; give the number of applications to undo")
     applied_steps = steps_of(graph_module)
     if steps > len(applied_steps):
@@ -93,7 +93,11 @@ def undo(graph_module: GraphModule, steps: int = 1) -> GraphModule:
             f"{nothing}steps is {steps}, but {len(applied_steps)} are recorded: a pass that finds no site is not, and delete_all_unused_submodules, "
             "copy.copy, retracing and GraphModule(module, graph) lose the record, which is a child module"
         )
-    return finished(LintAndRecompile(), undoing.undo_steps(graph_module, applied_steps[-steps:]), True)
+    return finished(
+        LintAndRecompile(),
+        undoing.undo_steps(graph_module, applied_steps[len(applied_steps) - steps :]),
+        True,
+    )
 
 
 @contextlib.contextmanager

@@ -358,6 +358,10 @@ def _kinds_of(pass_: Pattern) -> dict[str, Any]:
     names = [*kinds]
     if [*inspect.signature(pass_.replacement).parameters] != names:
         raise PassError(f"replacement of {name} has other parameters than its pattern: {', '.join(names)}")
+    try:
+        inspect.signature(pass_.refuses).bind(**kinds)
+    except TypeError as error:
+        raise PassError(f"refuses of {name} takes other parameters than its pattern: {error}") from error
     return kinds
 
 

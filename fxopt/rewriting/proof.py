@@ -204,6 +204,15 @@ class _Place:
             made = _run(self.rule, "replacement", drawn, self.trains)
         except PassError:
             raise
+        except (
+            AttributeError,
+            ImportError,
+            NameError,
+            TypeError,
+        ) as error:  # a slip of the author, at any site
+            raise PassError(
+                f"{self.rule!r} is wrong: replacement raises {error_text(error)}; for {given}"
+            ) from error
         except Exception as error:  # what the author calls may raise anything
             return Proof(f"replacement raises {error_text(error)}; for {given}")
         if made.graph.draws:

@@ -154,6 +154,8 @@ class Rewriter:
 
     def replace_module(self, path: str, module: nn.Module, restore: Restore | None = None) -> None:
         """Put `module` at `path`, in the place of what is there."""
+        if submodules.find(self.graph_module, path) is None:
+            raise PassError(f"replace_module: there is no module {path!r}; add_module adds one")
         self.swap({path: module}, restore=restore)
 
     def add_module(self, parent: str, name: str, module: nn.Module, restore: Restore | None = None) -> str:

@@ -96,7 +96,10 @@ def _played_back(graph_module: GraphModule, step: Step) -> Applied:
     is_as_left = fingerprint(graph_module) == step.after  # or else others have made a difference, which stays
     try:
         if step.edits is None:
-            raise UndoError("what it did could not be pickled, or saved, together with the graph module")
+            raise UndoError(
+                "what it did could not be pickled, or saved, together with the graph module. If that is a class or function of "
+                "yours, give it in `trusted`, for save and for load"
+            )
         play_back(graph_module, step.edits, orders)
         if is_as_left and fingerprint(graph_module) != step.before:
             raise UndoError(_INEXACT)

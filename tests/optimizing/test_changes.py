@@ -1,8 +1,11 @@
 """After a change of the model its graphs follow, or falls back to eager."""
 
+import collections
 import copy
 import pickle
 import types
+import uuid
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -667,3 +670,104 @@ def test_a_model_that_sets_itself_up_gets_a_graph_each_time_that_it_is_ready():
     for x in (-3 * X, X):
         torch.testing.assert_close(fast(x), twin(x))
         torch.testing.assert_close(model.scale, twin.scale, rtol=0, atol=0)
+
+
+class OwnNorm(nn.Module):
+    """Counts no calls, so that nothing but the statistics themselves tells that they were moved."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(16)), nn.Parameter(torch.zeros(16))
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("var", torch.ones(16))
+
+    def forward(self, x):
+        return F.batch_norm(x, self.mean, self.var, self.scale, self.shift, self.training)
+
+
+class Pair(NamedTuple):
+    scale: torch.Tensor
+    shifts: list[float]
+
+
+class AssignsWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(16, 16, bias=False), None
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.seen = y.mean(), self.layer.weight
+        return y
+
+
+class Registers(nn.Module):
+    """Draws a name for each of its tables when it is first called, as einx does."""
+
+    tables: ClassVar[dict[tuple[int, ...], str]] = {}
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        if x.shape not in self.tables:
+            self.tables[x.shape] = uuid.uuid4().hex
+        return self.layer(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("examples", [(), (X,)])
+def test_what_the_first_call_sets_up_outside_of_the_model_is_captured_later(examples, monkeypatch):
+    monkeypatch.setattr(Registers, "tables", {})
+    model = Registers().eval()
+    with pytest.raises(fxopt.TraceError, match="call the model once before the capture"):
+        fxopt.trace(model, (X,))
+    fast = fxopt.optimize(model, *([examples] if examples else []))
+    for _ in range(2):
+        torch.testing.assert_close(fast(X), model(X))
+    assert reasons(fast) == [None]
+
+
+def moved_statistics(model):
+    model.train()
+    model(5 * X + 3)
+    model.eval()
+
+
+UNCOUNTED = {
+    "statistics of a norm without a counter": (
+        lambda: nn.Sequential(nn.Linear(16, 16), OwnNorm()),
+        moved_statistics,
+    ),
+    "a tensor in a NamedTuple": (
+        lambda: module(lambda self, x: x * self.pair.scale, pair=Pair(torch.ones(16), [1.0])),
+        lambda model: model.pair.scale.mul_(3),
+    ),
+    "a list in a NamedTuple": (
+        lambda: module(lambda self, x: x + self.pair.shifts[0], pair=Pair(torch.ones(16), [1.0])),
+        lambda model: model.pair.shifts.__setitem__(0, 4.0),
+    ),
+    "a defaultdict": (
+        lambda: module(lambda self, x: x * self.of["k"], of=collections.defaultdict(float, k=2.0)),
+        lambda model: model.of.update(k=5.0),
+    ),
+    "a Counter in a dict": (
+        lambda: module(lambda self, x: x * self.of["a"]["k"], of={"a": collections.Counter(k=2)}),
+        lambda model: model.of["a"].update(k=3),
+    ),
+    "a weight that the forward assigns": (AssignsWeights, lambda model: model.layer.weight.mul_(2)),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("make", "change"), UNCOUNTED.values(), ids=UNCOUNTED)
+def test_a_change_that_no_version_tells_is_noticed(make, change):
+    model = make().eval()
+    twin, fast = copy.deepcopy(model), fxopt.optimize(model, tune=False)
+    for each in (fast, fast, twin):
+        each(X)
+    for each in (model, twin):
+        change(each)
+    torch.testing.assert_close(fast(X), twin(X))
+    assert None in reasons(fast)

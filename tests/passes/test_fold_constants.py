@@ -124,6 +124,19 @@ def test_sizes_that_are_free_are_no_constants():
     assert [node.target for node in changed.graph.nodes].count(torch.arange) == 1
 
 
+def test_a_constant_has_the_layout_of_what_it_is_like():
+    x, y = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(2, 3, 4, 5)
+    model = module(
+        lambda self, x, y: (torch.zeros_like(x, dtype=torch.float32) + 2 + y).permute(0, 2, 3, 1).view(-1)
+    )
+    rewritten(FoldConstants(), model, x, y, sites=1, trace=fxopt_trace)
+
+
+def test_a_constant_that_requires_gradients_is_refused():
+    model = module(lambda self, x: x * (torch.ones(4, requires_grad=True) * 2))
+    refused(FoldConstants(), model, X, reason="it requires gradients", trace=fxopt_trace)
+
+
 def test_a_large_constant_is_refused():
     traced = fxopt.trace(Uses(lambda m, x: x + m.table.cos()), (X,))
     explanation = FoldConstants(max_bytes=8).explain(traced)

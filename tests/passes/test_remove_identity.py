@@ -10,6 +10,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 import fxopt
 from fxopt.passes.remove_identity import RemoveIdentity
 from tests.before_after import fxopt_trace, in_float64, refused, rewritten
+from tests.modules import module
 
 X = torch.randn(2, 3, 4)
 
@@ -77,6 +78,20 @@ def test_what_changes_nothing_goes(function, sites):
 )
 def test_what_may_change_something_stays(function):
     rewritten(RemoveIdentity(), Uses(function), X, sites=0, trace=fxopt_trace)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: x.view(2, 3, 4), lambda x: x.contiguous()[:], lambda x: [x.expand(2, 3, 4)]]
+)
+def test_a_view_of_an_input_that_is_returned_stays_one(function):
+    reason = "the graph returns it, which is a view of an input or weight"
+    refused(RemoveIdentity(), module(lambda self, x: function(x)), X, reason=reason, trace=fxopt_trace)
+
+
+def test_what_gives_an_input_itself_goes_where_it_is_returned():
+    model = module(lambda self, x: self.dropout(x).contiguous(), dropout=nn.Dropout())
+    after = rewritten(RemoveIdentity(), model, X, sites=1, trace=fxopt_trace)
+    assert after(X) is X
 
 
 def test_a_cast_to_the_own_dtype_is_one_only_in_that_dtype():

@@ -16,7 +16,7 @@ from fxopt.capture.fakes.model_copy import STAND_IN, deepcopy_with_closures, unc
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker
 from fxopt.capture.fakes.unusable_number import CountedNumber, UnusableNumber, is_unusable
-from fxopt.errors import TraceError, error_text
+from fxopt.errors import FIRST_CALL, TraceError, error_text
 from fxopt.memory import storage_of, version_of
 from fxopt.objects import attributes
 from fxopt.submodules import OWN_COMPILED
@@ -201,7 +201,9 @@ class FakeModel:
     def state(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
         """All that the modules hold besides each other, tensors of the model by name; `aliases` gives others that are the same."""
         if new := [name for name, module in self.model.named_modules() if id(module) not in self._places]:
-            raise TraceError(f"the forward adds the module {new[0]!r}: add it before the capture.")
+            raise TraceError(
+                f"the forward adds the module {new[0]!r}: add it before the capture{FIRST_CALL}."
+            )
 
         def named(tensor: torch.Tensor) -> Any:
             key = id(aliases.get(id(tensor), tensor))

@@ -15,6 +15,7 @@ from fxopt.capture.fakes.unusable_number import CountedNumber, UnusableNumber
 from fxopt.capture.nodes.source_location import is_model_package, model_frame
 from fxopt.capture.patches.replaced import Patches
 from fxopt.capture.recording.random_state import PythonRandomState, generators, reason, restore, state_of
+from fxopt.errors import FIRST_CALL
 
 _NO_DRAWS = {"seed", "getstate", "setstate", "get_state", "set_state"}
 
@@ -72,6 +73,7 @@ def _entropy(patch: Patches, refuse: Callable[[str], None]) -> None:
         refuse(
             "the forward draws random numbers from the operating system, as generators without a seed do, and a graph "
             "would hold those that it drew. Use torch's, or make the module that draws them a leaf (leaf_modules=...)"
+            f"{FIRST_CALL}"
         )
 
     patch(os, "urandom")(refused)

@@ -22,7 +22,7 @@ import torch
 from fxopt.capture.fakes.module_tree import recorded_modules
 from fxopt.capture.fakes.snapshots import Snapshot, SnapshotMaker, value_of
 from fxopt.capture.nodes.source_location import is_model_package
-from fxopt.errors import TraceError
+from fxopt.errors import FIRST_CALL, TraceError
 from fxopt.objects import is_open, qualified_name
 from fxopt.torch_internals import buffers_of, parameters_of
 
@@ -212,7 +212,7 @@ def refused_outside(change: str) -> TraceError:
     return TraceError(
         f"the forward changes {change}: state outside of the model that differs from call to call, such as a counter or "
         "a generator of random numbers, cannot live in a graph. Give it as an input, or make the module that does this a "
-        "leaf (leaf_modules=...)."
+        f"leaf (leaf_modules=...){FIRST_CALL}."
     )
 
 
