@@ -425,3 +425,90 @@ def test_a_question_is_no_assertion_where_the_statement_asks_more():
         traced = fxopt.trace(model, (x,))
         assert torch.equal(traced(x), model(x))
         assert torch.equal(traced(x + 20), model(x + 20))
+
+
+class Picks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2 if x.sum() > 0 else x + 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def layer_that_decides(self, x):
+    if x.sum() > 1e9:
+        raise ValueError("too large")
+    return x - 1 if (x > 0).any() and x.max() > 1 else torch.relu(x)
+
+
+def layer_that_may_give_its_input(self, x):
+    return x if x.sum() > 0 else x * 2
+
+
+def calls_layer(self, x):
+    y = x + 1
+    z = self.layer(y)
+    z.add_(1)
+    return y * z
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        layer_that_decides,
+        layer_that_may_give_its_input,
+        lambda self, x: Picks.apply(x),
+        lambda self, x: Picks.apply(x).relu(),
+    ],
+)
+@pytest.mark.parametrize("dynamic_shapes", [None, ROWS])
+def test_a_layer_is_one_node_whatever_it_decides(layer, dynamic_shapes):
+    model = module(calls_layer, layer=module(layer))
+    traced = fxopt.trace(model, (X.clone(),), dynamic_shapes=dynamic_shapes, leaf_modules=["layer"])
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == [
+        "input_guard",
+        "layer",
+    ]
+    for x in (X, -X - 9, X / 9):
+        torch.testing.assert_close(traced(x), model(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (
+            lambda self, x: x[:1] if x.sum() > 0 else x,
+            "the layer 'layer' decides on a value, and its outputs differ",
+        ),
+        (
+            lambda self, x: (x, 1) if x.sum() > 0 else (x, 2),
+            "the layer 'layer' decides on a value, and its outputs differ",
+        ),
+        (
+            lambda self, x: (x + 1, x) if x.sum() > 0 else (x, x + 1),
+            "the layer 'layer' decides on a value, and its outputs differ",
+        ),
+        (
+            lambda self, x: x if any(x.sum() > i for i in range(9)) else x + 1,
+            "decides on the value of a tensor",
+        ),
+    ],
+)
+def test_a_layer_whose_decisions_change_more_than_values_is_refused(layer, reason):
+    model = module(lambda self, x: self.layer(x), layer=module(layer))
+    with pytest.raises(fxopt.TraceError, match=reason):
+        fxopt.trace(model, (X,), leaf_modules=["layer"])
+
+
+def test_a_number_that_a_decision_gives_is_not_known_afterwards():
+    def forward(self, x):
+        number = self.layer(x)
+        return x * number if number > 1 else -x
+
+    layer = module(lambda self, x: torch.tensor(1) if x.sum() > 0 else torch.tensor(2))
+    model = module(forward, layer=layer)
+    traced = fxopt.trace(model, (X,), leaf_modules=["layer"])
+    for x in (X, -X - 9):
+        torch.testing.assert_close(traced(x), model(x), rtol=0, atol=0)

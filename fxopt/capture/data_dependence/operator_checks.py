@@ -35,7 +35,7 @@ def is_model_error(error: BaseException) -> bool:
     code = last.tb_frame.f_code
     inside_torch = os.path.relpath(code.co_filename, os.path.dirname(torch.__file__))
     checks = inside_torch == "__init__.py" or inside_torch.startswith(
-        ("distributions", "nn", "functional.py")
+        ("ao", "distributions", "nn", "functional.py")
     )
     raises = dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
     return raises and (checks or is_model_code(code.co_filename))

@@ -22,6 +22,7 @@ from fxopt.capture.capture_internals import (
     pop_mode_temporarily,
 )
 from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
+from fxopt.capture.data_dependence.hidden_branches import whatever_it_decides
 from fxopt.capture.data_dependence.scalar_tensors import KnownScalars, holds_sizes, with_numbers
 from fxopt.capture.fakes.call_cache import CallCache
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
@@ -221,28 +222,31 @@ class Recorder(PreDispatchTorchFunctionMode):
             self.writer.containers.before_call((args, kwargs))
             given = self.writer.faked((args, kwargs))
             with self.shape_env.in_operator() as questions:
-                result = self._layer_result(module, args, kwargs)
+                result = self._layer_result(name, module, args, kwargs)
             if not same_objects(given, (args, kwargs)):
                 self.fail(f"the layer {name!r} {CHANGES_CONTAINER}")
             self.shell.keep_settings(module)
             if module.training or self.writer.containers.any_in((args, kwargs)):
                 self.shape_env.guard(questions)  # a second call would change something
             else:
-                self.shape_env.settle_at_one(questions, call_impl_of(module), args, kwargs, result)
+                call = functools.partial(whatever_it_decides, self.shape_env, "", call_impl_of(module))
+                self.shape_env.settle_at_one(questions, call, args, kwargs, result)
         with self.writer.inside(name, module):
             self.writer.create("call_module", name, node_args, node_kwargs, result)
             self.writer.containers.after_call((args, kwargs))
         return result
 
     @makes_calls
-    def _layer_result(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def _layer_result(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a layer on fake tensors."""
         call = self.memo.layer_call(module, args, kwargs)
         if call is not None and call.known:
             return call.recall()
         versions = _versions((args, kwargs))
         draws = PythonRandomState() if call is None else None
-        result = call_impl_of(module)(*args, **kwargs)
+        result = whatever_it_decides(
+            self.shape_env, f"the layer {name!r}", call_impl_of(module), *args, **kwargs
+        )
         if draws is not None:
             draws.take_back()  # the layer draws them when the graph runs
         if isinstance(result, torch.Tensor) and versions == _versions((args, kwargs)):
