@@ -160,8 +160,9 @@ def _is_described(index: GraphIndex, node: Node) -> bool:
 
 
 def _empty(node: Node) -> Tensor:
-    """A tensor of the shape, strides, dtype and device of a value; of free sizes nobody reads more than their number."""
+    """A tensor of the shape, dtype and device of a value, and its strides where all are known; a free size, which nobody reads, is 1."""
     value = graph.value_of(node)
-    fixed = all(isinstance(number, int) for number in (*value.shape, *value.stride()))
-    places = (value.shape, value.stride()) if fixed else ([1] * value.dim(), [1] * value.dim())
-    return torch.empty_strided(*places, dtype=value.dtype, device=value.device)
+    shape = [size if isinstance(size, int) else 1 for size in value.shape]
+    if all(isinstance(number, int) for number in (*value.shape, *value.stride())):
+        return torch.empty_strided(shape, value.stride(), dtype=value.dtype, device=value.device)
+    return torch.empty((), dtype=value.dtype, device=value.device).expand(shape)
