@@ -28,6 +28,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _CONTAINER = "a container"  # that has changed, where no name says more
 _WATCHED = (list, dict, set)  # and their subclasses
 _CONTAINERS = (*_WATCHED, tuple)
+_BUILT_IN = (*_WATCHED, collections.OrderedDict)  # what has the methods of these; a subclass may have others
+_STATISTICS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the dtypes of those of norms
 _LONGEST = 1000  # the most elements of a list, set or OrderedDict that is watched: LeViT keeps half a million numbers in lists
 _MOST_LEFT = 256  # for how many values that calls leave it is known whether a graph holds
 # Hooks on states and gradients are among these.
@@ -55,12 +57,12 @@ class State:
         found: dict[int, Any] = {}
         for module in model.modules():
             _collect(vars(module), found)
-        watched = (each for each in found.values() if isinstance(each, _WATCHED))
-        held = [each for each in watched if type(each) is dict or len(each) <= _LONGEST]
-        self._empty = [each for each in held if not each]
-        self._dicts = [each for each in held if each and type(each) is dict]
-        self._copies = [(each, each.copy()) for each in self._dicts]
-        self._others = [(each, _copied(each)) for each in held if each and type(each) is not dict]
+        watched = [(each, _copied(each)) for each in found.values() if isinstance(each, _WATCHED)]
+        held = [(each, copy) for each, copy in watched if type(each) is dict or len(copy) <= _LONGEST]
+        self._empty = [each for each, copy in held if not copy and type(each) in _BUILT_IN]
+        self._copies = [(each, copy) for each, copy in held if copy and type(each) is dict]
+        self._dicts = [each for each, _ in self._copies]
+        self._others = [(e, c) for e, c in held if type(e) is not dict and (c or type(e) not in _BUILT_IN)]
         self._versions = [*map(dict_version, self._dicts)]
         self._compared = sum(self._versions), 0
         self._held = [t for t in found.values() if isinstance(t, Tensor) and not t.is_inference()]
@@ -71,13 +73,13 @@ class State:
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
         # `batch_norm` writes into its statistics past the versions.
         self._statistics = {
-            id(t): t.detach().clone() for t in model.buffers() if t.dim() == 1 and t.is_floating_point()
+            id(t): t.detach().clone() for t in model.buffers() if t.dtype in _STATISTICS and t.dim() == 1
         }
         self.read: set[tuple[int, Any]] = set()
         self._changed = _CONTAINER
         self._replaced = False  # whether a list gave way to an equal one, which peft makes for each switch
-        short = (v for v in found.values() if isinstance(v, _CONTAINERS) and len(v) <= _LONGEST)
-        parts = (part for each in short for part in _parts(each).values())
+        contents = (_parts(each) for each in found.values() if isinstance(each, _CONTAINERS))
+        parts = (part for each in contents if len(each) <= _LONGEST for part in each.values())
         times = collections.Counter(id(part) for part in parts if isinstance(part, Tensor))
         self._twice = {key for key, count in times.items() if count > 1}
         self.forgive(model, places)
@@ -279,12 +281,14 @@ def _collect(value: Any, found: dict[int, Any]) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a list, dict or set, for which a subclass may have no method that works."""
-    own = type(value) is collections.OrderedDict  # which has an order of its own
-    return value.copy() if own else next(kind for kind in _WATCHED if isinstance(value, kind)).copy(value)
+    """A copy of a list, dict or set, without methods of a subclass."""
+    if type(value) in _BUILT_IN:
+        return value.copy()  # an OrderedDict has an order of its own
+    return next(kind for kind in _WATCHED if isinstance(value, kind)).copy(value)
 
 
 def _parts(value: Any) -> dict[Any, Any]:
+    value = value if type(value) in _BUILT_IN or isinstance(value, tuple) else _copied(value)
     if isinstance(value, set):
         return {part: part for part in value}
     return value if isinstance(value, dict) else dict(enumerate(value))

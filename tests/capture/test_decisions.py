@@ -443,8 +443,17 @@ def layer_that_decides(self, x):
     return x - 1 if (x > 0).any() and x.max() > 1 else torch.relu(x)
 
 
-def layer_that_may_give_its_input(self, x):
-    return x if x.sum() > 0 else x * 2
+class Writes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        if x.sum() > 0:
+            return x * 5
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
 
 
 def calls_layer(self, x):
@@ -458,7 +467,6 @@ def calls_layer(self, x):
     "layer",
     [
         layer_that_decides,
-        layer_that_may_give_its_input,
         lambda self, x: Picks.apply(x),
         lambda self, x: Picks.apply(x).relu(),
     ],
@@ -483,6 +491,18 @@ def test_a_layer_is_one_node_whatever_it_decides(layer, dynamic_shapes):
             "the layer 'layer' decides on a value, and its outputs differ",
         ),
         (
+            lambda self, x: x if x.sum() > 0 else x * 2,
+            "the layer 'layer' decides on a value, and its outputs differ",
+        ),
+        (
+            lambda self, x: x[:] if x.sum() > 0 else x,
+            "the layer 'layer' decides on a value, and its outputs differ",
+        ),
+        (
+            lambda self, x: (x.mul_(2) if x.sum() > 0 else x) + 1,
+            "the layer 'layer' decides on a value, and its outputs differ",
+        ),
+        (
             lambda self, x: (x, 1) if x.sum() > 0 else (x, 2),
             "the layer 'layer' decides on a value, and its outputs differ",
         ),
@@ -500,6 +520,11 @@ def test_a_layer_whose_decisions_change_more_than_values_is_refused(layer, reaso
     model = module(lambda self, x: self.layer(x), layer=module(layer))
     with pytest.raises(fxopt.TraceError, match=reason):
         fxopt.trace(model, (X,), leaf_modules=["layer"])
+
+
+def test_a_function_that_writes_its_input_for_one_outcome_is_refused():
+    with pytest.raises(fxopt.TraceError, match="the autograd.Function Writes decides on a value"):
+        fxopt.trace(module(lambda self, x: Writes.apply(x * 1)), (X,))
 
 
 def test_a_number_that_a_decision_gives_is_not_known_afterwards():

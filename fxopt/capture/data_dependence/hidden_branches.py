@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 from fxopt.capture.data_dependence.operator_checks import is_model_error
 from fxopt.errors import TraceError
-from fxopt.memory import storage_of
+from fxopt.memory import storage_of, version_of
 from fxopt.objects import tensors_in
 
 # One call asks this much, and is made as often as there are outcomes.
@@ -26,9 +26,9 @@ def whatever_it_decides(
     Raises:
         TraceError: the results differ in more than values. The decision stays open where there are too many.
     """
-    outer, script, found = shape_env.decide, list[bool](), list[tuple[Any, Any, Any]]()
+    outer, script, found = shape_env.decide, list[bool](), list[tuple[Any, list[str]]]()
     answers: dict[Any, bool] = {}
-    storages = {storage_of(tensor): place for place, tensor in enumerate(tensors_in((args, kwargs)))}
+    given = [*tensors_in((args, kwargs))]
 
     def decide(expression: Any) -> Any:
         known = outer(expression)
@@ -48,6 +48,7 @@ def whatever_it_decides(
     try:
         while True:
             answers.clear()
+            versions = [version_of(tensor) for tensor in given]
             try:
                 result = function(*args, **kwargs)
             except Exception as error:
@@ -57,7 +58,7 @@ def whatever_it_decides(
             else:
                 if not script:
                     return result
-                found.append(_described(result, storages))
+                found.append((result, _described(result, given, [version_of(t) for t in given] != versions)))
             while script and script[-1]:
                 script.pop()
             if not script:
@@ -67,26 +68,25 @@ def whatever_it_decides(
         shape_env.decide = outer
     if not found:
         raise failure
-    # The one whose outputs share memory with inputs wherever those of any outcome do.
-    most = max(found, key=lambda each: len(each[2]))
-    if any(known != most[1] or not shared <= most[2] for _, known, shared in found):
+    if any(known != found[0][1] for _, known in found):
         raise TraceError(
-            f"{where} decides on a value, and its outputs differ in more than values: in a shape, strides, a dtype, or the input "
-            "with which they share memory."
+            f"{where} decides on a value, and its outputs differ in more than values: in a shape, strides, a dtype, the input whose "
+            "memory they share, or whether it writes into an input."
         )
-    for tensor in tensors_in(most[0]):
+    for tensor in tensors_in(found[0][0]):
         tensor.constant = None  # type: ignore[attr-defined]  # which is that of one outcome
-    return most[0]
+    return found[0][0]
 
 
-def _described(result: Any, storages: dict[int, int]) -> tuple[Any, Any, set[tuple[int, int]]]:
-    """A result, what a graph knows of it but for values, and which of its tensors share memory with which inputs."""
+def _described(result: Any, given: Sequence[torch.Tensor], writes: bool) -> list[str]:
+    """What a graph knows of a call but for values: structure, layout, and which inputs are returned, share memory or are written."""
     leaves, structure = tree_flatten(result)
-    known, shared = [str(structure)], set()
-    for place, leaf in enumerate(leaves):
+    known = [f"{structure} {writes}"]
+    for leaf in leaves:
         known.append(f"{type(leaf)} {leaf}")
         if isinstance(leaf, torch.Tensor):
-            known[-1] = f"{leaf.shape} {leaf.stride()} {leaf.dtype} {leaf.device} {leaf.requires_grad}"
-            if storage_of(leaf) in storages:
-                shared.add((place, storages[storage_of(leaf)]))
-    return result, known, shared
+            shared = [(leaf is each, storage_of(leaf) == storage_of(each)) for each in given]
+            known[-1] = (
+                f"{leaf.shape} {leaf.stride()} {leaf.dtype} {leaf.device} {leaf.requires_grad} {shared}"
+            )
+    return known
