@@ -7,12 +7,12 @@ from typing import Any
 
 import sympy
 import torch
-from torch.utils._pytree import tree_flatten
 
 from fxopt.capture.data_dependence.operator_checks import is_model_error
 from fxopt.errors import TraceError
 from fxopt.memory import storage_of, version_of
 from fxopt.objects import tensors_in
+from fxopt.torch_internals import pytree
 
 # One call asks this much, and is made as often as there are outcomes.
 _MOST_QUESTIONS = 8
@@ -80,7 +80,7 @@ def whatever_it_decides(
 
 def _described(result: Any, given: Sequence[torch.Tensor], writes: bool) -> list[str]:
     """What a graph knows of a call but for values: structure, layout, and which inputs are returned, share memory or are written."""
-    leaves, structure = tree_flatten(result)
+    leaves, structure = pytree.tree_flatten(result)
     known = [f"{structure} {writes}"]
     for leaf in leaves:
         known.append(f"{type(leaf)} {leaf}")
