@@ -690,6 +690,16 @@ class Pair(NamedTuple):
     shifts: list[float]
 
 
+class OwnMethods(dict):
+    """A dict whose methods tell nothing of what is in it."""
+
+    def __iter__(self):
+        return iter([object()])
+
+    def __bool__(self):
+        raise NotImplementedError
+
+
 class AssignsWeights(nn.Module):
     def __init__(self):
         super().__init__()
@@ -755,6 +765,10 @@ UNCOUNTED = {
     "a Counter in a dict": (
         lambda: module(lambda self, x: x * self.of["a"]["k"], of={"a": collections.Counter(k=2)}),
         lambda model: model.of["a"].update(k=3),
+    ),
+    "a dict with methods of its own": (
+        lambda: module(lambda self, x: x * self.of["k"], of=OwnMethods(k=2.0)),
+        lambda model: model.of.update(k=5.0),
     ),
     "a weight that the forward assigns": (AssignsWeights, lambda model: model.layer.weight.mul_(2)),
 }
