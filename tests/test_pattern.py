@@ -419,6 +419,23 @@ def test_a_rule_that_cannot_be_right_is_an_error(pattern, replacement, graph, me
     assert_round_trip(before, graph_module)
 
 
+def test_a_layer_without_the_bias_that_a_rule_reads_is_refused_and_others_are_rewritten():
+    def pattern(self, x, linear: nn.Linear):
+        return linear(x) * 2.0
+
+    def replacement(self, x, linear):
+        assert linear.bias.numel()
+        return linear(x) + linear(x)
+
+    pass_ = rule(pattern, replacement, refuses=lambda self, **_: "")
+    graph_module = of(
+        lambda m, x: m.a(x) * 2.0 + m.b(x) * 2.0, a=nn.Linear(4, 4), b=nn.Linear(4, 4, bias=False)
+    )
+    explanation = pass_.explain(graph_module)
+    assert len(explanation.sites) == len(explanation.refusals) == 1
+    assert "'NoneType' object has no attribute 'numel'" in str(explanation)
+
+
 def test_reasons_take_the_parameters_of_the_pattern():
     def pattern(self, x, c: float):
         return x * c

@@ -30,7 +30,7 @@ _WATCHED = (list, dict, set)  # and their subclasses
 _CONTAINERS = (*_WATCHED, tuple)
 _BUILT_IN = (*_WATCHED, collections.OrderedDict)  # what has the methods of these; a subclass may have others
 _STATISTICS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the dtypes of those of norms
-_LONGEST = 1000  # the most elements of a list, set or OrderedDict that is watched: LeViT keeps half a million numbers in lists
+_LONGEST = 1000  # the most elements of a list, set or subclass of dict that is watched: LeViT keeps half a million numbers in lists
 _MOST_LEFT = 256  # for how many values that calls leave it is known whether a graph holds
 # Hooks on states and gradients are among these.
 _OF_TORCH = vars(nn.Module()).keys() - {PARAMETERS, BUFFERS, MODULES, *FORWARD_HOOKS}
@@ -42,7 +42,7 @@ class State:
     Lists, tuples, dicts and sets count, nested ones and subclasses, too. A tensor that a module keeps as an attribute may give way to one with the same
     shape, unless a graph reads it. Not seen is what changes in a list, set or subclass of dict of more than 1000
     elements and inside of other objects but for `config`, and writes into a tensor that leave its version and place as they were: through
-    numpy or into `.data`. Those of `batch_norm` are seen where an attribute of the module, such as `training`, was set since.
+    numpy or into `.data`. Writes of `batch_norm` are seen where an attribute of the module, such as `training`, was set since.
 
     Attributes:
         read: the attributes that graphs read, each by the id of the `__dict__` of its module, and its name.

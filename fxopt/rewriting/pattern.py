@@ -202,7 +202,7 @@ class Pattern(ReversibleRewrite[Found]):
             for value in node.all_input_nodes:
                 if reason := index.memory.write_between(node, found.node, value):
                     return reason
-        return self.refuses(**found.values)
+        return self.refuses(**found.values) or None
 
     def _proof_at(self, index: GraphIndex, found: Found, own_layers: bool = False) -> Proof:
         """The proof for the values of a place; its reason is also about what else reads them."""

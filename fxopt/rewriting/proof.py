@@ -210,9 +210,10 @@ class _Place:
             NameError,
             TypeError,
         ) as error:  # a slip of the author, at any site
-            raise PassError(
-                f"{self.rule!r} is wrong: replacement raises {error_text(error)}; for {given}"
-            ) from error
+            text = f"replacement raises {error_text(error)}; for {given}"
+            if "NoneType" in str(error):  # this layer has no bias, and others have
+                return Proof(text)
+            raise PassError(f"{self.rule!r} is wrong: {text}") from error
         except Exception as error:  # what the author calls may raise anything
             return Proof(f"replacement raises {error_text(error)}; for {given}")
         if made.graph.draws:

@@ -527,6 +527,14 @@ def test_a_function_that_writes_its_input_for_one_outcome_is_refused():
         fxopt.trace(module(lambda self, x: Writes.apply(x * 1)), (X,))
 
 
+def test_under_inference_mode_a_layer_that_decides_is_refused():
+    layer = module(lambda self, x: x[:1] * 2 if x.sum() < 0 else x * 5)
+    model = module(lambda self, x: self.layer(x) + self.layer(x).shape[0], layer=layer)
+    for x in (torch.ones(2, 3), -torch.ones(2, 3)):
+        with torch.inference_mode(), pytest.raises(fxopt.TraceError, match="decides on the value"):
+            fxopt.trace(model, (x,), leaf_modules=["layer"])
+
+
 def test_a_number_that_a_decision_gives_is_not_known_afterwards():
     def forward(self, x):
         number = self.layer(x)

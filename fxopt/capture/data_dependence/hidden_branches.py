@@ -14,8 +14,8 @@ from fxopt.memory import storage_of, version_of
 from fxopt.objects import tensors_in
 from fxopt.torch_internals import pytree
 
-# One call asks this much, and is made as often as there are outcomes.
-_MOST_QUESTIONS = 8
+# Each doubles how often the call is made.
+_MOST_QUESTIONS = 5
 
 
 def whatever_it_decides(
@@ -29,10 +29,12 @@ def whatever_it_decides(
     outer, script, found = shape_env.decide, list[bool](), list[tuple[Any, list[str]]]()
     answers: dict[Any, bool] = {}
     given = [*tensors_in((args, kwargs))]
+    # There torch counts no writes.
+    uncounted = torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in given)
 
     def decide(expression: Any) -> Any:
         known = outer(expression)
-        if known is not None or isinstance(expression, sympy.Expr):
+        if known is not None or uncounted or isinstance(expression, sympy.Expr):
             return known
         if expression not in answers:
             turn = len(answers) // 2
@@ -58,7 +60,14 @@ def whatever_it_decides(
             else:
                 if not script:
                     return result
+                if len(answers) // 2 < len(script):
+                    raise TraceError(f"{where} decides on a value, and not in each of its calls.")
                 found.append((result, _described(result, given, [version_of(t) for t in given] != versions)))
+                if found[-1][1] != found[0][1]:
+                    raise TraceError(
+                        f"{where} decides on a value, and its outputs differ in more than values: in a shape, strides, a dtype, the "
+                        "input whose memory they share, or whether it writes into an input."
+                    )
             while script and script[-1]:
                 script.pop()
             if not script:
@@ -68,11 +77,6 @@ def whatever_it_decides(
         shape_env.decide = outer
     if not found:
         raise failure
-    if any(known != found[0][1] for _, known in found):
-        raise TraceError(
-            f"{where} decides on a value, and its outputs differ in more than values: in a shape, strides, a dtype, the input whose "
-            "memory they share, or whether it writes into an input."
-        )
     for tensor in tensors_in(found[0][0]):
         tensor.constant = None  # type: ignore[attr-defined]  # which is that of one outcome
     return found[0][0]
