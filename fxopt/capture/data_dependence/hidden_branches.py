@@ -83,7 +83,7 @@ def whatever_it_decides(
 
 
 def _described(result: Any, given: Sequence[torch.Tensor], writes: bool) -> list[str]:
-    """What a graph knows of a call but for values: structure, layout, and which inputs are returned, share memory or are written."""
+    """All that a graph knows of a call but for values: structure, layout, and which inputs are returned, share memory or are written."""
     leaves, structure = pytree.tree_flatten(result)
     known = [f"{structure} {writes}"]
     for leaf in leaves:
