@@ -13,8 +13,8 @@ _defined: list[Any] = []
 def _define_missing_operators() -> None:
     """Declare the operators that torchvision registers fakes for, unless its compiled part defines them.
 
-    The package index has torchvision for CUDA. Its compiled part does not load beside torch for the CPU, and without the
-    operators in it not even its models can be imported, nor transformers, which imports it.
+    The package index has torchvision for CUDA. Its compiled part does not load with torch for the CPU. Without the
+    operators of this part, neither the models of torchvision nor transformers, which imports torchvision, can be imported.
     """
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None or _defined:
@@ -24,11 +24,11 @@ def _define_missing_operators() -> None:
     compiled = next(Path(spec.origin).parent.glob("_C*.so"), None)
     try:
         torch.ops.load_library(compiled)
-    except (OSError, TypeError):  # for another build of torch; there is none
+    except (OSError, TypeError):  # built for another torch, or missing
         library = torch.library.Library("torchvision", "FRAGMENT")
         for name in _OPERATORS:
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _defined.append(library)  # with the library its operators would go
+        _defined.append(library)  # the operators exist as long as the library
 
 
 _define_missing_operators()

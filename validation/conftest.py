@@ -1,4 +1,4 @@
-"""Loads the plugin of a checkout that is only on the path; where one is installed, pytest has loaded it by its entry point."""
+"""Loads the plugin of a checkout that is only on the path; pytest loads an installed plugin by its entry point."""
 
 import importlib.metadata
 

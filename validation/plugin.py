@@ -1,4 +1,4 @@
-"""The pytest layer: the plan as parameters. `pytest_fxopt` has the options, and loads this where it is asked for."""
+"""The pytest layer: the plan as test parameters. `pytest_fxopt` has the options, and loads this module on request."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ WORKERS = pytest.StashKey[int]()
 
 
 def prepare(config: pytest.Config) -> None:
-    """Prepare what other plugins must find when they read the options.
+    """Set up options and paths before other plugins read the options.
 
-    `-n` is the number of processes in the pool: pytest-xdist is left with nothing to do. And models and passes of
-    the repository that pytest runs in can be imported from its root, as with `python -m`.
+    `-n` is the number of processes in the pool, so pytest-xdist gets nothing to do. Models and passes of the repository in
+    which pytest runs can be imported from its root, as with `python -m`.
     """
     count = getattr(config.option, "numprocesses", None)
     if count in ("auto", "logical"):
@@ -45,7 +45,7 @@ def prepare(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Once more: where the harness is installed, pytest has put site-packages before it, for workers to inherit."""
+    """Put the root first again: pytest puts site-packages before it if the harness is installed, and workers inherit the path."""
     _root_first(session.config)
 
 
@@ -55,9 +55,10 @@ def _root_first(config: pytest.Config) -> None:
 
 
 def root(config: pytest.Config) -> Path:
-    """The folder of the repository that is validated: where pytest's configuration is, else where it was started.
+    """The folder of the validated repository: that of pytest's configuration, otherwise that where pytest was started.
 
-    It is not `rootpath`: without a configuration, this may be what an option names, such as `--fx-report-dir /tmp/out`.
+    This is not `rootpath`: without a configuration, `rootpath` may be the value of an option, as in `--fx-report-dir
+    /tmp/out`.
     """
     return config.inipath.parent if config.inipath else config.invocation_params.dir
 
@@ -70,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _configure(config: pytest.Config) -> None:
-    """Read the options and the zoo, and register what runs the cases. Raises `FxoptError` for what is wrong with them."""
+    """Read the options and the zoo, and register the controller. Raises `FxoptError` for mistakes in them."""
     present = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     if "cuda" in (config.getoption("--fx-device") or []) and "cuda" not in present:
         raise pytest.UsageError("--fx-device cuda: no CUDA device here")
@@ -91,7 +92,7 @@ def _configure(config: pytest.Config) -> None:
         if not pipelines or pipeline in pipelines
         if not wanted or set(wanted) & set(members(entries[case.model], case.pipeline, passes))
     }
-    # Else pytest makes a test of none, which it skips, and all is well. Of parts, the last may have no models.
+    # Otherwise pytest would skip a test without parameters, and pass. With --fx-part, the last parts may have no models.
     if not cases and config.getoption("--fx-part") is None:
         text = ". ".join(
             [f"the options leave {len(zoo)} of {counted(len(whole), 'model')}", *config.stash[LEFT_OUT]]
@@ -143,7 +144,7 @@ def _engine(config: pytest.Config, entries: Mapping[str, Entry], make: Make) -> 
 
 
 def _zoo(config: pytest.Config) -> tuple[list[Entry], dict[str, Transformation]]:
-    """All entries of the zoo that is asked for, a file or one that is built in, and all passes that pipelines may name."""
+    """All entries of the requested zoo, a file or a built-in one, and all passes that pipelines may name."""
     name = str(config.getoption("--fx-zoo") or root(config) / "model_zoo.yaml")
     paths = [name for name in config.getoption("--fx-pass") or () if "." in name]
     peer = config.getoption("--fx-peer") is not None
@@ -155,7 +156,7 @@ def _zoo(config: pytest.Config) -> tuple[list[Entry], dict[str, Transformation]]
 
 
 def _part_of(config: pytest.Config, zoo: Sequence[Entry]) -> list[Entry]:
-    """The entries that the options leave."""
+    """The entries that the options select."""
     tags = _chosen(config, "--fx-tag", {tag for entry in zoo for tag in entry.tags})
     models = _chosen(config, "--fx-model", {entry.name for entry in zoo})
     number, count = config.getoption("--fx-part") or (1, 1)
@@ -167,7 +168,7 @@ def _part_of(config: pytest.Config, zoo: Sequence[Entry]) -> list[Entry]:
 
 
 def _chosen(config: pytest.Config, option: str, known: Collection[str]) -> list[str]:
-    """The values of a repeatable option, of which all have to be known."""
+    """The values of a repeatable option, all of which must be known."""
     return _known(option, config.getoption(option) or [], known)
 
 

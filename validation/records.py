@@ -1,4 +1,4 @@
-"""A case and what came of it: the two value types that everything else passes around."""
+"""A case and its result: the two value types that all other modules exchange."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Check(enum.StrEnum):
 
 
 TIMED = (Check.LATENCY, Check.OPTIMIZE)
-"""The checks whose cases have their machine to themselves."""
+"""The checks whose cases must run alone on their machine."""
 
 STAGES = (
     *("load", "run the model", "capture", "transform", "run the graph", "compare", "verify"),
     *("reverse", "usable", "time", "optimize"),
 )
-"""The stages of a case, in order; a record says where it ended."""
+"""The stages of a case, in order; a record has the stage in which the case ended."""
 
 
 class Outcome(enum.StrEnum):
-    """How a case ended, the worst first: what several cases come to together is the first of these that any had.
+    """How a case ended, worst first: several cases together have the worst outcome of any of them.
 
-    Only `PASS` says that something was compared and found right.
+    Only `PASS` means that something was compared and found right.
     """
 
     CRASH = "crash"
@@ -68,11 +68,11 @@ MEANING = {
 WORST_FIRST = tuple(map(str, Outcome))
 FAILING = frozenset({Outcome.CRASH, Outcome.MEMORY, Outcome.TIMEOUT, Outcome.ERROR, Outcome.FAIL})
 EXCUSED = (Outcome.EXPECTED, Outcome.REFUSED, Outcome.UNJUDGED)
-"""Outcomes that are neither right nor failures: pytest calls these cases xfailed."""
+"""Outcomes that are neither right nor failures: pytest reports these cases as xfailed."""
 
 
 def counted(number: int, noun: str) -> str:
-    """So many of something, as in a message.
+    """A number with its noun, for messages.
 
     Example:
         >>> counted(1, "model"), counted(1200, "case")
@@ -87,21 +87,21 @@ def one_line(text: object) -> str:
 
 
 UNTRIED = "this model is not tried for its other cases: it has hung or died in"
-"""How the reason begins that cases were skipped for; the cases that hung or died follow."""
+"""The start of the reason for cases that were skipped; the cases that hung or died follow."""
 
 AGAIN = "fxopt validate --model {model} -k {case}"
-"""The command that runs one case alone: no id is a part of another one of the same model."""
+"""The command that runs only one case: no id is a part of the id of another case of the same model."""
 
 
 LACKING = "Left out for want of a package: "
-"""The words before the models that a run left out, each with the package."""
+"""The words before the list of models that a run left out, each with its missing package."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Case:
     """One model, one pipeline of passes, one device, one check.
 
-    `pipeline` is empty for what is checked before any pass (parity).
+    `pipeline` is empty for checks of the graph before any pass (parity).
     """
 
     model: str
@@ -116,7 +116,7 @@ class Case:
 
     @property
     def timed(self) -> bool:
-        """True of a case that has to have its machine to itself."""
+        """True if the case must run alone on its machine."""
         return self.check in TIMED
 
 
@@ -124,10 +124,10 @@ class Case:
 class Record:
     """The result of a case.
 
-    `stage` is where it ended (`load`, `capture`, `transform`, `compare`, ...), `reason` says in one sentence
-    why the outcome is not `pass`, `measurements` holds numbers and `facts` words under the names that become
-    columns of the report, `refusals` the sites that a pass refused, each as (pass, node, reason), `content` a
-    digest of what the case is made of, `repro` the text of a script that shows a failure.
+    `stage` is where the case ended (`load`, `capture`, `transform`, `compare`, ...). `reason` explains in one sentence why
+    the outcome is not `pass`. `measurements` has numbers and `facts` has texts; their names become columns of the report.
+    `refusals` has the refused sites, each as (pass, node, reason). `content` is a digest of the definition of the case,
+    `repro` the text of a script that reproduces a failure.
     """
 
     case: Case
@@ -143,13 +143,13 @@ class Record:
     repro: str = ""
 
     def __post_init__(self) -> None:
-        # Errors print in colours, and may hold whatever a model reads: the reason is shown on terminals.
+        # Error texts may contain color codes, and any text that a model reads; the reason is shown on terminals.
         object.__setattr__(self, "reason", re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", "", self.reason))
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A check's say about its case; the runner makes a `Record` of it."""
+    """The verdict of a check on its case; the runner makes a `Record` from it."""
 
     outcome: Outcome = Outcome.PASS
     reason: str = ""
@@ -158,4 +158,4 @@ class Finding:
 
 
 NOTHING = Finding(Outcome.NO_OP, "nothing to rewrite")
-"""The finding of every check, but for that of the effect, for a pipeline without sites."""
+"""The finding for a pipeline without sites, in every check except effect."""

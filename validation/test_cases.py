@@ -6,5 +6,5 @@ from .records import Case
 
 
 def test_case(case: Case) -> None:
-    """A name for pytest: the controller has the case run by a process of its own, in the place of this."""
+    """A test that only gives pytest a name: the controller runs the case in a separate process instead."""
     raise RuntimeError(f"{case.id}: only the controller runs cases")

@@ -1,4 +1,4 @@
-"""Times of several things that do the same work, taken turn by turn in a random order; peaks of memory; and who else works."""
+"""Times of several functions with the same work, called in random order; peaks of memory; load by other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 RESAMPLES = 2000
 
 Times = dict[str, list[float]]
-"""The seconds of each thing by its name, one a round."""
+"""The seconds of each timed function by name, one value a round."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,44 +31,44 @@ class Ratio:
 
     @property
     def width(self) -> float:
-        """Of the interval, relative to the median."""
+        """The width of the interval, relative to the median."""
         return (self.high - self.low) / self.median
 
 
 class Others:
-    """Counts the cores that other processes use, from now on (Linux: this process and the whole machine)."""
+    """Measures the number of cores that other processes use (Linux: use of the machine without this process)."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Count from now on."""
+        """Start the measurement again."""
         self._begin = self._now()
 
     def cores(self) -> float:
-        """How many cores they used on average since the beginning."""
+        """The average number of cores that other processes used since the beginning."""
         wall, busy, own = (now - then for now, then in zip(self._now(), self._begin, strict=True))
         return max(0.0, busy - own) / wall if wall else 0.0
 
     @staticmethod
     def _now() -> tuple[float, float, float]:
-        """Seconds that passed, that all cores worked (or were taken by other virtual machines), and that we and our compilers did."""
+        """Seconds of wall time, of work of all cores (with steal time), and of work of this process and its ended children."""
         machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
         working = ("user", "nice", "system", "irq", "softirq", "steal")
         busy = sum(getattr(machine, name, 0.0) for name in working)
-        # Of own times user and system, and those of children that have ended.
+        # Own times: user and system, of this process and of children that have ended.
         return time.perf_counter(), busy, sum(own[:4])
 
 
 def peak_mb(run: Callable[[], object], device: str) -> float:
-    """The peak of the tensors that a run allocates, beside what was there before, in MB."""
+    """The peak memory of the tensors that a run allocates, without earlier ones, in MB."""
     if device.startswith("cuda"):
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         run()
         torch.cuda.synchronize(device)
         return float(torch.cuda.max_memory_allocated(device) - before) / 1e6
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints lines for each profile
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints lines for each profile
     kinds = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
         run()
@@ -86,10 +86,10 @@ def in_random_order(
     enough: Callable[[Times], bool] = lambda times: False,
     most: float = math.inf,
 ) -> Times:
-    """Takes every turn once a round, until the seconds are used up or it is enough, in `fewest` to `most` rounds.
+    """Take every turn once a round, for `fewest` to `most` rounds, until the seconds are used up or `enough` is true.
 
-    A turn does its work and returns the seconds that count. The garbage collector runs between rounds alone. `enough` is asked
-    again when there are half as many rounds more.
+    A turn does its work and returns the seconds that count. The garbage collector only runs between rounds. `enough` is
+    called again whenever the number of rounds has grown by half.
     """
     times: Times = {name: [] for name in turns}
     end, rounds, ask = time.perf_counter() + seconds, 0, fewest
@@ -111,7 +111,7 @@ def in_random_order(
 
 
 def seconds_of(run: Callable[[], Any], wait: Callable[[], object] = lambda: None) -> float:
-    """How long a run takes; `wait` returns when the device has done all its work."""
+    """The seconds that a run takes; `wait` returns when the device has finished all its work."""
     wait()
     start = time.perf_counter()
     run()
@@ -120,7 +120,7 @@ def seconds_of(run: Callable[[], Any], wait: Callable[[], object] = lambda: None
 
 
 def synchronise(device: str) -> Callable[[], None]:
-    """Make a function that waits until the device has done all its work; a CPU always has."""
+    """Make a function that waits until the device has finished all its work; for a CPU it returns at once."""
     return torch.cuda.synchronize if device.startswith("cuda") else lambda: None
 
 
@@ -130,13 +130,13 @@ def cores() -> int:
 
 
 def timing_threads() -> int:
-    """Half of the cores that this process may use: threads on all cores wait for each other when other programs run."""
+    """Half of the cores that this process may use: threads on all cores would wait for each other under other load."""
     return max(1, cores() // 2)
 
 
 @contextlib.contextmanager
 def timing() -> Iterator[Others]:
-    """Gives torch the threads of timed runs in the block, and counts what other processes use."""
+    """Set torch's threads for timed runs in the block, and measure the load by other processes."""
     before = torch.get_num_threads()
     torch.set_num_threads(timing_threads())
     try:
@@ -148,9 +148,9 @@ def timing() -> Iterator[Others]:
 def second_of_two(
     run: Callable[[Any], object], feed: Callable[[], Any], wait: Callable[[], object] = lambda: None
 ) -> Callable[[], float]:
-    """A turn that runs twice, each time on what it is fed untimed, and gives the seconds of the second run.
+    """Make a turn that runs twice, each time on inputs made untimed, and returns the seconds of the second run.
 
-    The first brings the weights back into the caches, and lets the threads of what ran before come to rest.
+    The first run brings the weights back into the caches, and lets threads of earlier functions come to rest.
     """
 
     def turn() -> float:
@@ -162,8 +162,8 @@ def second_of_two(
 
 
 def ratio(times: Sequence[float], others: Sequence[float]) -> Ratio:
-    """The time of one thing by that of another one in the same round; a single round has no interval (NaN)."""
-    import scipy.stats  # only here: it takes a second, and each worker would wait for it
+    """The ratios of paired times, `times` ÷ `others`, round by round; a single round has no interval (NaN)."""
+    import scipy.stats  # imported here because it takes a second, for which each worker would wait
 
     ratios = np.asarray(times) / np.asarray(others)
     median = float(np.median(ratios))

@@ -1,4 +1,4 @@
-"""The private names of torch that captures use. Without one that has no fallback, `trace` raises TraceError at once."""
+"""The private names of torch that captures use. If one without a fallback is missing, `trace` raises TraceError at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Place = tuple[Any, str]
 
 
 def check() -> None:
-    """Raise TraceError if this torch lacks a name without which no capture is right."""
+    """Raise TraceError if the installed torch lacks a name that every capture needs."""
     absent = [row for row in ROWS.values() if not row.found and row.without == _NO_CAPTURE]
     if absent:
         raise TraceError(f"{absent[0]}.")
@@ -27,7 +27,7 @@ def _required(name: str, without: str = _NO_CAPTURE) -> Any:
 
 
 def _place(name: str, without: str = _NO_CAPTURE) -> Place:
-    """The owner and the name of an attribute that captures replace; replacing an absent one has no effect."""
+    """Return owner and name of an attribute that captures replace; an absent attribute gets a stand-in as owner."""
     owner, _, last = name.rpartition(".")
     stand_in = types.SimpleNamespace(**{last: lambda *args, **kwargs: None})
     found = private(name, without) if without == _NO_CAPTURE else private(name, without, None)
@@ -163,7 +163,7 @@ FLOOR_DIVISION = _place("torch._meta_registrations.div_rtn", _SIZES)
 ctc_loss = private("torch.ops.aten._ctc_loss.Tensor", _SIZES, None)
 cdist = private("torch.ops.aten._cdist_forward", _SIZES, None)
 take_along_dim = private("torch._refs.take_along_dim", _SIZES, None)
-# What it takes to replace a kernel, and the operators for which captures do.
+# The names needed to replace the kernel of an operator.
 _COMPOSITE, _AUTOGRAD = DISPATCH_KEYS = [
     private(f"torch._C.DispatchKey.{name}", _SIZES, None)
     for name in ("CompositeImplicitAutograd", "Autograd")
@@ -174,7 +174,7 @@ dispatch_cache_of, run_for_key_of = (
 
 
 def replaced_operator(name: str) -> Any:
-    """An operator of `torch.ops.aten` whose kernel captures replace; `None` if that is not possible."""
+    """Return an operator of `torch.ops.aten` whose kernel captures replace; `None` if that is not possible."""
     return private(f"torch.ops.aten.{name}", _SIZES, None) if can_replace_kernels else None
 
 
@@ -182,7 +182,7 @@ can_replace_kernels = None not in (*DISPATCH_KEYS, dispatch_cache_of, run_for_ke
 
 
 def sdpa_dense() -> Any:
-    """The operator of flex_attention without a kernel; its module takes long to import."""
+    """Import the operator of flex_attention without a kernel, only when needed: its module is slow to import."""
     return _required(
         "torch._higher_order_ops.flex_attention.sdpa_dense", "forwards with flex_attention are refused"
     )

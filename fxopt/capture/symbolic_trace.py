@@ -27,7 +27,7 @@ _DECODER_SEQUENCE = 5
 _FREE_TOKENS = {0: Dim.AUTO, 1: Dim.AUTO}
 _FIXED_IMAGES = {0: Dim.AUTO}
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-# The names that caches have among the inputs, and as fields of the output. Since transformers 5.24 it is `cache`; the others are taken, too.
+# Names of the cache as an input and as a field of the output: `cache` since transformers 5.24, the others before.
 _CACHES = ("cache", "past_key_values", "cache_params")
 _QUERIES = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
 
@@ -41,32 +41,32 @@ def symbolic_trace(
     *,
     specialize: bool = False,
 ) -> TracedModule:
-    """Capture a transformers model for any batch size and sequence length that it takes.
+    """Capture a transformers model for any batch size and sequence length that it accepts.
 
     The signature is that of `transformers.utils.fx.symbolic_trace` in transformers 4.
 
     Args:
         model: a transformers model, in the training mode and dtype in which the graph will run.
-        input_names: names of the tensor inputs of the graph, in any order; `None` takes the model's main input
-            (`input_ids`, `pixel_values`, ...). Other arguments of the forward keep their defaults. With
-            `cache` among them the graph is one step of decoding: it takes one token and the cache of those before,
-            which it updates as the model does. Without it, a decoder's graph returns a new cache. The names that
-            transformers gave the cache before 5.24, `past_key_values` and `cache_params`, are taken, too.
-        disable_check: do not run the model and the graph to compare them, as `verify=False` of `fxopt.trace`. (The
-            ancestor checked the class against a list of supported architectures.)
-        specialize: as for `fxopt.trace`: take decisions on values as the example inputs give them, and check that
-            later inputs decide likewise. The examples are made up: token ids, masks, embeddings and pixels are all 1,
-            class labels 0. So masks mask nothing; where the decision must be another, give `fxopt.trace` real data.
+        input_names: names of the tensor inputs of the graph, in any order; `None` means the model's main input
+            (`input_ids`, `pixel_values`, ...). Other arguments of the forward keep their defaults. If the names include
+            `cache`, the graph is one decoding step: its inputs are one token and the cache of the earlier tokens, which
+            the graph updates as the model does. Without `cache`, the graph of a decoder returns a new cache. The names
+            of the cache before transformers 5.24, `past_key_values` and `cache_params`, are accepted too.
+        disable_check: skip the comparison of the graph with the model, as `verify=False` of `fxopt.trace` does. (In
+            transformers 4, this flag skipped a check against a list of supported architectures.)
+        specialize: as for `fxopt.trace`: keep the branch that the example inputs take, and check that later inputs
+            decide alike. The example token ids, masks, embeddings and pixels are all 1, and class labels are 0, so
+            masks mask nothing. If real inputs decide differently, pass real data to `fxopt.trace`.
 
     Returns:
-        A `TracedModule` with batch and sequence dimensions free within what the model takes; a size outside
-        raises `GuardError`, which names input, dimension and limit. Images have the `image_size` of the config. Where
-        it names none, as for a ResNet, height and width are free too, unless the graph would then refuse single
-        images. To leave them free in another model, give `fxopt.trace` an example and `dynamic_shapes`.
+        A `TracedModule` with dynamic batch and sequence sizes, within the limits of the model. A size outside
+        raises `GuardError`, which names input, dimension and limit. Images have the `image_size` of the config. If
+        the config has none (ResNet, for example), height and width are dynamic too, unless the graph would then refuse
+        single images. For dynamic image sizes in other models, pass an example and `dynamic_shapes` to `fxopt.trace`.
 
     Raises:
-        TraceError: for an input name that the forward does not have, an input whose shape cannot be told from
-            the config (use `fxopt.trace` with an example), or a forward that cannot be a graph.
+        TraceError: if the forward has no input of a given name, if the config does not determine the shape of an
+            input (use `fxopt.trace` with an example), or if a graph cannot represent the forward.
 
     Example:
         >>> import torch, fxopt
@@ -103,7 +103,7 @@ def symbolic_trace(
         kwargs, dimensions = _decoding_step(model, cache, kwargs, dimensions)
     capture = functools.partial(trace, model, (), kwargs, specialize=specialize, verify=not disable_check)
     if len(dimensions.get("pixel_values", ())) > 1:
-        # Free heights and widths must not cost the capture, nor single images.
+        # If dynamic heights and widths prevent the capture, or exclude single images, they become static.
         with contextlib.suppress(TraceError):
             traced = capture(dynamic_shapes=dimensions)
             if _takes(traced, {name: tensor[:1] for name, (tensor, _) in examples.items()}):
@@ -115,10 +115,10 @@ def symbolic_trace(
 def _decoding_step(
     model: torch.nn.Module, name: str, prefill: dict[str, Any], dimensions: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Example inputs for the token after those of `prefill`, and what is free of their sizes.
+    """Return example inputs for the token after those of `prefill`, and their dynamic dimensions.
 
-    The cache, the input called `name`, is of the class that the model itself makes. Of its tensors, the dimensions are free
-    that have the batch size or a length of `prefill`.
+    The cache, the input called `name`, is of the class that the model itself returns. A dimension of its tensors is dynamic
+    if its size is the batch size or a length in `prefill`.
     """
     cache = _cache(model, name, prefill)
     sizes = {size for value in tensors_in(list(prefill.values())) for size in value.shape[:2]}
@@ -140,7 +140,7 @@ def _decoding_step(
 
 
 def _output_of(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
-    """Give the output of a model with zeros for its tensors: nothing is computed."""
+    """Return the output of a model with zeros in its tensors; the values are not computed."""
     with torch.no_grad():
         graph = trace(model, (), inputs, verify=False)
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -165,7 +165,7 @@ def _cache(model: torch.nn.Module, name: str, prefill: dict[str, Any]) -> Any:
 
 
 def _takes(traced: TracedModule, inputs: dict[str, torch.Tensor]) -> bool:
-    """Tell whether the sizes of these inputs, which are all that the graph has, are within its guards."""
+    """Tell whether these inputs, all inputs of the graph, satisfy its guards."""
     try:
         guard_of(traced)(**inputs)
     except GuardError:
@@ -174,7 +174,7 @@ def _takes(traced: TracedModule, inputs: dict[str, torch.Tensor]) -> bool:
 
 
 def _input_names(model: torch.nn.Module, input_names: Iterable[str] | None) -> list[str]:
-    """The names in the order of the forward's signature."""
+    """Return the names in the order of the forward's signature."""
     signature = inspect.signature(model.forward).parameters
     parameters = [name for name, parameter in signature.items() if parameter.kind not in _VARIADIC]
     if input_names is None:
@@ -189,7 +189,7 @@ def _input_names(model: torch.nn.Module, input_names: Iterable[str] | None) -> l
 
 
 def _place(parameters: list[str], name: str) -> int:
-    """The index of an input, or of the cache under another name; -1 where there is none."""
+    """Return the index of an input in the signature, where a cache may have another name; -1 if it is absent."""
     named = [name, *_CACHES] if name in _CACHES else [name]
     return next((parameters.index(each) for each in named if each in parameters), -1)
 
@@ -222,7 +222,7 @@ def _embeddings(config: Any) -> Example:
 
 
 def _pixels(config: Any) -> Example:
-    """Images, (batch, channels, height, width), of the size in the config; of any where it has none."""
+    """Images, (batch, channels, height, width), of the size in the config; of dynamic size if the config has none."""
     size = _read(config, "image_size")
     free = _FIXED_IMAGES if size else {**_FIXED_IMAGES, 2: Dim.AUTO, 3: Dim.AUTO}
     height, width = size if isinstance(size, (tuple, list)) else (size or 224, size or 224)
@@ -248,7 +248,7 @@ _EXAMPLES: dict[str, Callable[[Any], Example]] = {
 
 
 def _read(config: Any, *names: str) -> Any:
-    """The first of these attributes that the config has, or one of its text and vision parts."""
+    """Return the first of these attributes that the config, or its text, vision or encoder part, has."""
     parts = [config, *(getattr(config, part, None) for part in ("text_config", "vision_config", "encoder"))]
     for part in parts:
         for name in names:

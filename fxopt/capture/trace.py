@@ -1,4 +1,4 @@
-"""`trace`: the forward of any `nn.Module` as a `TracedModule`."""
+"""`trace`: capture the forward of any `nn.Module` as a `TracedModule`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxopt.objects import why_no_inputs
 from fxopt.submodules import original
 from fxopt.torch_internals import buffers_of, modules_of, parameters_of
 
-# Classes of torch that wrap a module, and where they keep it.
+# Wrapper classes of torch, and the attribute that holds the wrapped module.
 _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
     **dict.fromkeys(("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"), "module"),
@@ -39,41 +39,40 @@ def trace(
 ) -> TracedModule:
     """Capture the forward of `model` as a graph in which `torch.nn` layers are `call_module` nodes.
 
-    The forward runs on fake tensors, and the model is not changed. Then a copy of the model and the graph are run on
-    the example inputs and compared, unless these are fake.
+    The forward runs on fake tensors; the model does not change. Then the graph and a copy of the model run on the
+    example inputs, and their results are compared, unless the model or the inputs have no data (fake or meta tensors).
 
     Args:
         model: any `nn.Module`, on one device, in the training mode and dtype in which the graph will run.
-        args: positional example inputs: tensors, and tuples, lists, dicts and dataclasses of tensors. Anything
-            else is a constant of the graph, which refuses to run with another value.
+        args: positional example inputs: tensors, and tuples, lists, dicts and dataclasses of tensors. Any other
+            value becomes a constant: the graph raises GuardError if a call passes a different value.
         kwargs: example inputs by keyword.
-        dynamic_shapes: which dimensions are free, in the form that `torch.export.export` takes: a dict from
-            input name, or a sequence in the order of the inputs, to a dict from dimension to
-            `torch.export.Dim`. None: every size is fixed.
-        leaf_modules: modules that become one `call_module` node, besides `torch.nn` layers: types, qualified names,
-            patterns of names as in `fnmatch` (`"model.layers.*"`; `*` goes across dots, and what is inside a leaf
-            is not seen), or functions that take name and module and return a bool. One, or a sequence.
-        specialize: where the forward decides on the value of a tensor (`if mask.all():`, a number of Python, a
-            size), take the decision that the example inputs give, which must then be real data, and check in the
-            graph that later inputs decide likewise (GuardError). At the first such question the example inputs are
-            run through the graph so far, on the CPU or GPU where they are, and from there on with it: that costs at most
-            one forward, and the memory of its intermediate results and of a copy of the buffers. Without it, the graph
-            holds the side of a branch that does not raise, with a check, or both sides; else the forward is refused.
-        verify: run the model and the graph twice each on copies of the example inputs, from one state of the random
-            generators, and compare outputs, buffers, written inputs and, in training, gradients. The copy of the model
-            shares its parameters; nothing that the user has is changed. It takes little more memory than one run of the
-            model: in training with its backward, in eval mode without keeping activations. False where the inputs only
-            have the right shapes, or where four forwards cost too much. A warning says so where the model cannot be judged.
+        dynamic_shapes: the dynamic dimensions, in the format of `torch.export.export`: a dict by input name, or a
+            sequence in the order of the inputs, of dicts from dimension to `torch.export.Dim`. None: all sizes are
+            static.
+        leaf_modules: modules that become one `call_module` node each, in addition to `torch.nn` layers: types,
+            qualified names, `fnmatch` patterns of names (`"model.layers.*"`; `*` also matches dots), or functions that
+            accept name and module and return a bool. One of these, or a sequence. The inside of a leaf is not recorded.
+        specialize: if the forward decides on the value of a tensor (`if mask.all():`, a Python number, a size), keep
+            the outcome for the example inputs, and check in the graph that later inputs decide alike (GuardError). The
+            example inputs must be real data. From the first such decision on, they run through the recorded nodes, on
+            their own device. This costs at most one forward, and memory for its intermediate results and a copy of the
+            buffers. If False, the graph holds the side of a branch that does not raise, with a runtime check, or both
+            sides; if neither is possible, the capture raises TraceError.
+        verify: run the model and the graph twice each on copies of the example inputs, from the same random state, and
+            compare outputs, buffers, written inputs and, in training, gradients. The copy of the model shares its
+            parameters; the user's objects do not change. The comparison needs little more memory than one run of the
+            model (in training with backward, in eval mode without saved activations). Pass False if the inputs only
+            have the right shapes, or if four forwards cost too much. If no comparison is possible, a warning says why.
 
     Returns:
-        A `TracedModule`, a `torch.fx.GraphModule` that takes the inputs by the names of the forward's
+        A `TracedModule`, a `torch.fx.GraphModule` that accepts the inputs under the names of the forward's
         parameters and returns what the model returns. Layers and parameters are shared with the model.
 
     Raises:
-        TraceError: when an entry of `leaf_modules` fits no module; when the forward cannot be a graph without
-            changing its meaning (it branches on a tensor's value, for example), with the line of the model that
-            is the reason; when the graph computes something else than the model on the example inputs, with the node at
-            which they part.
+        TraceError: if an entry of `leaf_modules` matches no module; if a graph cannot represent the forward (it
+            branches on a tensor's value, for example), with the line of the model; if the graph and the model compute
+            different results on the example inputs, with the first node that diverges.
 
     Example:
         >>> import torch, fxopt
@@ -97,7 +96,7 @@ def trace_method(
     specialize: bool = False,
     verify: bool = False,
 ) -> TracedModule:
-    """Capture a method, without the hooks of the module; where it has no name, the call of the module, as `trace` does."""
+    """Capture a method without the hooks of the module; an empty `method` is the call of the module, as in `trace`."""
     check()
     if peek_interpreter_stack() is not None:
         raise TraceError(
@@ -137,7 +136,7 @@ def trace_method(
 
 
 def check_model(model: Any) -> None:
-    """Raise TraceError for what is no module, or one that stands for another, with what to pass instead."""
+    """Raise TraceError, with advice, if `model` is not a module, is scripted or wrapped, or has lazy parameters."""
     if not isinstance(model, torch.nn.Module):
         raise TraceError(f"a capture takes a torch.nn.Module: {_instead_of(model)}")
     name = type(model).__name__
@@ -158,7 +157,7 @@ def check_model(model: Any) -> None:
 
 
 def _instead_of(model: Any) -> str:
-    """Say what to pass in the place of an object that is no module."""
+    """Say what to pass instead of an object that is not a module."""
     if isinstance(model, type):
         return f"pass an instance, `{model.__name__}(...)`, not the class."
     if isinstance(model, torch.export.ExportedProgram):
@@ -173,7 +172,7 @@ def _instead_of(model: Any) -> str:
 def _bind_inputs(
     model: torch.nn.Module, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Example values by the names that the placeholders get; `*name` for the variadic ones."""
+    """Return the example values by placeholder name; variadic positional arguments are under `*name`."""
     fault = why_no_inputs(args, kwargs)
     if fault:
         raise TraceError(f"{fault}.")

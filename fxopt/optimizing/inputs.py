@@ -19,7 +19,7 @@ from fxopt.outputs import mapped
 
 
 class Kind(NamedTuple):
-    """A kind of call: the method, how many arguments by position, the names of the others, and which are images in channels_last."""
+    """A kind of call: the method, the number of positional arguments, the keywords, and which arguments are channels-last images."""
 
     method: str
     positional: int
@@ -28,10 +28,10 @@ class Kind(NamedTuple):
 
 
 Dims = set[tuple[int, int]]
-"""Dimensions of inputs, each as the number of the tensor and of the dimension."""
+"""Dimensions of inputs, each as the index of the tensor and the index of the dimension."""
 
 Sizes = frozenset[tuple[tuple[int, int], int]]
-"""Dimensions of inputs, each with its size."""
+"""Sizes of inputs, each behind the index of the tensor and the index of the dimension."""
 
 
 _SHOWN = 4  # the most numbers of a list in a report
@@ -54,7 +54,7 @@ class Inputs:
         )
 
     def with_dicts(self) -> tuple[Inputs, list[tuple[Any, dict[Any, Any]]]]:
-        """The inputs with dicts for other mappings, such as `BatchEncoding`, and each of these with its dict."""
+        """Replace mappings that are no dicts, such as `BatchEncoding`, by dicts; also returns each mapping with its dict."""
         values = (*self.args, *self.kwargs.values())
         pairs = [(v, dict(v)) for v in values if isinstance(v, Mapping) and not isinstance(v, dict)]
         found = {id(mapping): items for mapping, items in pairs}
@@ -67,7 +67,7 @@ class Inputs:
         return [*tensors_in((*self.args, *self.kwargs.values()))]
 
     def copied(self) -> Inputs:
-        """A copy: a forward may write into its inputs, as into a cache."""
+        """Copy the tensors, because a forward may write into its inputs, as into a cache."""
         args, kwargs = mapped((self.args, dict(self.kwargs)), lambda tensor: tensor.detach().clone())
         return Inputs(args, kwargs, self.method)
 
@@ -77,7 +77,7 @@ class Inputs:
         return function(*copied.args, **copied.kwargs)
 
     def named(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """The arguments by the names of the function's parameters; those of `**kwargs` by their own."""
+        """The arguments by the names of the function's parameters; those in `**kwargs` by their keywords."""
         signature = inspect.signature(function)
         named = signature.bind(*self.args, **self.kwargs).arguments
         rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
@@ -91,7 +91,7 @@ class Inputs:
         return bound.arguments
 
     def plain_signature(self) -> tuple[Any, ...] | None:
-        """Describe the call by what decides on a graph for it, fast; None where there is more than tensors and constants."""
+        """Describe fast what decides which graph serves the call; None unless all inputs are tensors and constants."""
         values = (*self.args, *self.kwargs.values())
         if any(type(value) not in _PLAIN for value in values):
             return None
@@ -100,7 +100,7 @@ class Inputs:
 
 
 def written_back(value: Any, pairs: list[tuple[Any, dict[Any, Any]]]) -> Any:
-    """Make a mapping hold what a call left in the dict that replaced it; returns the mapping if the call returned the dict."""
+    """Copy what a call left in each dict into the mapping that the dict replaced; returns the mapping if the call returned the dict."""
     for mapping, items in pairs:
         for key in mapping.keys() - items.keys():
             del mapping[key]
@@ -112,11 +112,11 @@ def written_back(value: Any, pairs: list[tuple[Any, dict[Any, Any]]]) -> Any:
 
 
 def structure_of(value: Any, *, inside: bool = False) -> Any:
-    """Describe an input by what calls must share to share graphs with free sizes: containers, kinds of tensors, constants.
+    """Describe what two calls must have in common for one graph with free sizes: containers, kinds of tensors, constants.
 
     Args:
         value: an input, or a dict of all inputs.
-        inside: whether it is in an object, where numbers may count the calls.
+        inside: whether the value is in an object; its numbers are left out, because they may count the calls.
     """
     if isinstance(value, Tensor):
         return value.dtype, value.device, value.dim()
@@ -134,10 +134,10 @@ def sizes_of(value: Any) -> Sizes:
 
 
 def dynamic_shapes(inputs: Mapping[str, Any], free: Dims, tied: bool = False) -> dict[str, Any]:
-    """The entry of each input for `fxopt.trace` that leaves these dimensions free.
+    """The entry of each input for `dynamic_shapes` of `fxopt.trace` that leaves these dimensions free.
 
     Args:
-        tied: whether sizes that are equal here in the same dimension are one, as the batch of two inputs is; empty where none are.
+        tied: give equal sizes of one dimension one name, such as the batch of two inputs; returns nothing if no sizes are equal.
     """
     sizes = {(place, size) for place, size in sizes_of(inputs) if place in free}
     alike = collections.Counter((dim, size) for (_, dim), size in sizes)
@@ -155,7 +155,7 @@ def dynamic_shapes(inputs: Mapping[str, Any], free: Dims, tied: bool = False) ->
 
 
 def text_of(inputs: Mapping[str, Any], free: Dims) -> str:
-    """The inputs with their shapes, `?` where a size is free, for a report."""
+    """The inputs with their shapes for a report, with `?` for each free size."""
     shapes = {
         id(tensor): " x ".join(
             "?" if (number, dim) in free else str(size) for dim, size in enumerate(tensor.shape)
@@ -176,7 +176,7 @@ def text_of(inputs: Mapping[str, Any], free: Dims) -> str:
 
 
 def has_own_kernels(value: Any) -> bool:
-    """Tell whether a value is a tensor on which operators do what its class or layout says, which packed kernels do not know."""
+    """Tell whether the class or layout of a tensor has kernels of its own, which packed kernels would ignore."""
     return isinstance(value, Tensor) and (
         type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_nested
     )

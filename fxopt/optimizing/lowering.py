@@ -1,4 +1,4 @@
-"""A graph as a Python function, without what modules ask on each call, that writes sums into memory that is free."""
+"""A graph as a Python function that calls no modules, and writes sums into memory that no later node reads."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ Function = Callable[..., Any]
 class Lowered:
     """A graph, and the function that computes what it does.
 
-    The function is right as long as the modules and parameters of the graph stay as they are, no gradients are recorded, nothing
-    traces or transforms, there are no global hooks, autocast is off, and no input has kernels of its own: its caller sees to
-    that. It checks its inputs as the graph does.
+    The caller must see to it that the modules and parameters of the graph stay as they are, no gradients are recorded, nothing
+    traces or transforms, there are no global hooks, autocast is off, and no input has kernels of its own. The function checks
+    its inputs as the graph does.
 
     Attributes:
-        traced: the graph. Layers whose weight was given up hold one on the meta device.
+        traced: the graph. Layers in `given_up` hold a weight on the meta device.
         function: the function.
-        packed: the packed weights that it computes with, by the names of their layers.
-        given_up: the names of layers that hold no weight beside the packed one.
-        assigned: the module and the name of each attribute that a run assigns. Where there is one, the function returns a pair:
-            the result, and a tuple of these values.
+        packed: the packed weights of the function, by the names of their layers.
+        given_up: the names of layers whose only weight is the packed one.
+        assigned: the module and the name of each attribute that a run assigns. If there are any, the function returns the
+            result and a tuple of the values to assign.
     """
 
     traced: TracedModule
@@ -59,7 +59,7 @@ class Lowered:
         return value
 
     def with_weights(self) -> GraphModule:
-        """The graph with all its weights, which assigns nothing; those that were given up are unpacked, bit for bit."""
+        """A graph that assigns nothing and has all its weights; those in `given_up` are unpacked, bit for bit."""
         if not self.given_up and not self.assigned:
             return self.traced
         whole = sharing_copy(self.traced)
@@ -75,12 +75,12 @@ class Lowered:
 
 
 def lowered(traced: TracedModule, model: nn.Module, keep_model: bool) -> Lowered:
-    """Write the function of a graph, and give weights up that it does not need beside packed ones.
+    """Write the function of a graph, and give up weights of the graph that are also packed.
 
     Args:
         traced: the graph.
-        model: the model, whose own parameters stay; of others, a copy beside the packed one is given up.
-        keep_model: without it, a copy beside a packed one is given up of the model's own parameters, too.
+        model: the model of the graph.
+        keep_model: keep the weights that are the model's own parameters.
     """
     packed: dict[str, Packed] = {}
     given_up: list[str] = []
@@ -100,16 +100,16 @@ def lowered(traced: TracedModule, model: nn.Module, keep_model: bool) -> Lowered
 
 
 def assigned_attributes(traced: TracedModule, model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The module and the name of each attribute that a run of a graph assigns, of its model or a copy."""
+    """The module of a model, or of its copy, and the name of each attribute that a run of the graph assigns."""
     return [(model.get_submodule(path), name) for path, name in traced.meta.get(ASSIGNED, ())]
 
 
 def function_of(traced: TracedModule, packed: dict[str, Packed]) -> Function:
-    """Write the function of a graph; where a node switches modes, or the graph asks for more than its inputs, it is the graph itself.
+    """Write the function of a graph; returns the graph itself if it switches modes, or depends on more than its inputs.
 
     Args:
         traced: the graph.
-        packed: takes the packed weights that the function computes with, by the names of their layers.
+        packed: takes the packed weights of the function, by the names of their layers.
     """
     index = GraphIndex(traced)
     idle = modes.idle(index.nodes)
@@ -125,7 +125,7 @@ def function_of(traced: TracedModule, packed: dict[str, Packed]) -> Function:
 
 
 def _without_modules(index: GraphIndex, packed: dict[str, Packed], left_out: Collection[Node]) -> Graph:
-    """Write a graph with functions in the place of modules, under the names of the nodes that called them."""
+    """Copy a graph with calls of functions in the place of calls of modules; the nodes keep their names."""
     made = Graph()
     known: dict[Node, Node] = {}
     for node in index.nodes:
@@ -134,7 +134,7 @@ def _without_modules(index: GraphIndex, packed: dict[str, Packed], left_out: Col
         if node.op == "call_module":
             function, args, kwargs = _call(index, node, packed)
             args, kwargs = torch.fx.node.map_arg((args, kwargs), known.__getitem__)
-            # torch.fx writes a function of torch by its name. It makes a global of the code of a function with another module.
+            # torch.fx writes a function of torch by its name, and makes a global of a function of any other module.
             bound: Any = functools.partial(function)
             bound.__name__, bound.__module__ = "layer", __name__
             known[node] = made.create_node("call_function", bound, args, kwargs, node.name)
@@ -160,7 +160,7 @@ def _call(
     function = module.forward
     if hooks_of(module):
         function = module
-    elif type(module) is nn.LayerNorm:  # without what `torch.nn.functional` asks on each call
+    elif type(module) is nn.LayerNorm:  # saves the checks of `torch.nn.functional` on each call
         options = {name: getattr(module, name) for name in ("normalized_shape", "weight", "bias", "eps")}
         function = functools.partial(torch.layer_norm, **options)
     return function, node.args, dict(node.kwargs)

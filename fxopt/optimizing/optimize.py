@@ -53,21 +53,22 @@ def optimize(
 
     Args:
         model: a module; calls in training mode fall back to eager.
-        args: positional example inputs, to make the first graph now. Without any, graphs are made at the first call
-            for each structure of inputs; sizes that differ in a later call are free in the next graph.
+        args: positional example inputs, to make the first graph at once. Without example inputs, the first call for each structure
+            of inputs makes a graph. If a later call has other sizes, the next graph leaves these sizes free.
         kwargs: example inputs by keyword.
         precision: `float32` differs from the model by rounding alone; `bfloat16` runs layers in that; `int8` gives linear
             layers weights and inputs in int8 where that is faster.
-        tune: measure the kernels and the speed; without it, kernels are packed where no earlier measurement found that slower.
-        keep_model: without it, the result holds the graph for the example inputs alone, and no weight beside a packed one:
-            other inputs are a GuardError. The memory of the model's weights is free when nothing else holds the model.
+        tune: measure the kernels and the speed. With False, a kernel is used unless an earlier measurement found it slower.
+        keep_model: keep the model beside its graphs. With False, the result holds the graph for the example inputs alone, raises
+            GuardError for other inputs, and keeps no weight that it has packed. The model's memory is free once nothing else holds
+            the model.
         dynamic_shapes: which sizes are free, as `fxopt.trace` takes it.
-        max_graphs: how many graphs are kept; the one that was called longest ago goes first.
-        wait: a call waits while another thread makes a graph; without it, the model itself runs meanwhile.
-        methods: other methods to compute by graphs, such as `encode` and `decode`, made at their first calls.
+        max_graphs: the largest number of graphs; the least recently used one is dropped first.
+        wait: whether a call waits while another thread makes a graph. With False, the model itself runs meanwhile.
+        methods: other methods to compute by graphs, such as `encode` and `decode`; their first calls make the graphs.
         engine: what computes the graphs: `torch`, `inductor` (torch.compile), `openvino`, `onnxruntime` or, on a GPU, `cudagraphs`; `auto`
-            takes the fastest. An engine is checked as torch's kernels are; where it cannot compute a graph, torch does, with a warning.
-        progress: show what is being done on a terminal, when it takes longer than two seconds.
+            takes the fastest. An engine is checked as torch's kernels are. If it cannot compute a graph, torch does, with a warning.
+        progress: show the current stage on a terminal, if making a graph takes longer than two seconds.
 
     Returns:
         The module, for calls under `torch.no_grad()` or `torch.inference_mode()`, also from several threads. Its
@@ -84,7 +85,7 @@ def optimize(
             that is not a method or is `forward`, or `max_graphs` is less than 1.
         TypeError: `model` is no module; the example inputs do not fit the model's forward, or `dynamic_shapes` names others; or `keep_model=False`
             and there are none.
-        Exception: what the model raises for example inputs of which there is a graph; for others, its first call raises.
+        Exception: what the model raises for the example inputs, if these can be captured; otherwise the first call raises.
 
     Example:
         >>> import torch, fxopt
@@ -229,12 +230,12 @@ class _Own:
 
 
 class _Optimized:
-    """The part of an optimized class that is not the model's. An instance that this class makes has no graphs."""
+    """The members that an optimized class adds to the model's class. An instance that the class itself makes has no graphs."""
 
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
-        """Leave out that of the model's class: it may need arguments, or register the subclass."""
+        """Skip the `__init_subclass__` of the model's class, which may need arguments or register the subclass."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         graphs: Graphs | None = getattr(self, GRAPHS, None)
@@ -252,7 +253,7 @@ def _optimized_class(cls: Any, own: tuple[str, ...], methods: tuple[str, ...]) -
         "refresh": lambda module: getattr(module, GRAPHS).refresh(),
     }
     optimized = ("forward", *methods)
-    # They stay those of the model's class, which can be pickled by its name.
+    # Class methods stay bound to the model's class, which can be pickled by its name.
     of_class = [
         n for n in dir(cls) if n[:2] != "__" and isinstance(inspect.getattr_static(cls, n), classmethod)
     ]
@@ -274,7 +275,7 @@ def _optimized_class(cls: Any, own: tuple[str, ...], methods: tuple[str, ...]) -
 
 
 def _wrapped(cls: Any, name: str, optimized: bool) -> Any:
-    """A method that graphs compute; or one that the model computes, and that the report names if it is called."""
+    """Wrap a method: graphs compute it, or the model computes it and the report names it."""
     method = getattr(cls, name)
 
     @functools.wraps(method)
@@ -290,7 +291,7 @@ def _wrapped(cls: Any, name: str, optimized: bool) -> Any:
 
 
 def _optimized_encoder(method: Any) -> Any:
-    """A method that gives an encoder, optimized as the module is: `generate()` calls that by itself."""
+    """Wrap `get_encoder` to return an optimized encoder, which `generate()` calls by itself."""
 
     @functools.wraps(method)
     def get_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -298,7 +299,7 @@ def _optimized_encoder(method: Any) -> Any:
         alone = getattr(vars(self).get("config"), "is_encoder_decoder", False)
         if graphs is None or not alone:
             return encoder
-        # As of a module that torch.compile wraps, or that is optimized.
+        # Raised for an encoder that torch.compile wraps, or that is optimized already.
         with contextlib.suppress(FxoptError):
             if id(encoder) not in graphs.parts:
                 options = dataclasses.replace(graphs.options, methods=(), dynamic_shapes=None)

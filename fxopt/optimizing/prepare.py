@@ -55,23 +55,20 @@ from fxopt.submodules import sharing_copy
 from fxopt.version import __version__
 
 PRECISIONS: Mapping[str, float | None] = {"float32": None, "bfloat16": 0.999, "int8": 0.99}
-"""For each precision, the cosine with float64 that outputs must have; None where they must be as exact as the model's."""
+"""The least cosine of outputs with those in float64, for each precision; None if they must be as exact as the model's."""
 
-# The largest error of a graph, divided by that of the eager model; both are errors against float64.
-MOST_ERROR = 2.0
-# Errors, divided by the norm of an output:
-# that of rounding in float32 in any deep model: which of two smaller ones is the larger, is luck,
-ROUNDING = 5e-6
-# the most of the eager model's that counts: a model that overflows has a larger one,
-MOST_ROUNDING = 0.05
-# and that of the eager model above which the graph in float64 computes something else.
-SOMETHING_ELSE = 0.5
-# How many copies with other rounding errors run, where one run of the eager model does not decide, and the most that counts of theirs.
+# All errors are against float64, and relative to the norm of the output.
+MOST_ERROR = 2.0  # the largest error of a graph ÷ that of the eager model
+ROUNDING = 5e-6  # any deep model in float32 has this error, so smaller errors are not compared
+MOST_ROUNDING = (
+    0.05  # the largest error of the eager model that counts; a model that overflows has a larger one
+)
+SOMETHING_ELSE = 0.5  # with a larger error of the eager model, the graph in float64 computes something else
+# If one run of the eager model does not decide: the number of runs with other rounding errors, and the largest error that counts.
 ROUNDINGS, MOST_ERROR_SEEN = 4, SOMETHING_ELSE / 2
-# How many times larger one error of rounding may be than another of the same values.
-MOST_LUCK = 100
-LEAST_SPEEDUP = 0.98  # a graph that is slower is not used: less is within what measuring leaves open
-MOST_TIMINGS = 4  # that have to find a graph slower
+MOST_LUCK = 100  # the largest ratio of two rounding errors of the same values
+LEAST_SPEEDUP = 0.98  # a slower graph is not used; closer to 1, timings do not tell the two apart
+MOST_TIMINGS = 4  # a graph is slower only if so many timings say so
 LATER = ". Where only the first call does so, a later call gets a graph"
 _PASSES = {"bfloat16": ChangePrecision.__name__, "int8": QuantizeLinears.__name__}
 
@@ -105,13 +102,13 @@ def prepare(
 
     Args:
         named: the inputs by the names of the parameters of the method.
-        free: the sizes that differ from call to call, where the user does not say which are free.
-        states: those of the model, which take note of what the graph reads. Whether the first one holds is asked before each call of the
-            graph, and counts as time of the graph.
+        free: the sizes that differ from call to call; the user's `dynamic_shapes` go before.
+        states: states of the model; each learns which attributes the graph reads. A call of the graph first asks whether the
+            first state holds, so the measured time of the graph includes that.
         enter: takes the name of each stage when it begins.
 
     Returns:
-        The graph, or None where the model itself is to run; and the report.
+        The graph, or None if the model itself is to run; and the report.
 
     Raises:
         Exception: what the model raises for these inputs.
@@ -128,7 +125,7 @@ def prepare(
             state.read |= reads.but_for(facts["assigned"])
     except Failed as error:
         raise error.__cause__ or error from None
-    except Exception as error:  # the model can still run, and whoever reads the report can tell us
+    except Exception as error:  # the model can still run; the report says what failed
         raise_of_signal(error, known)
         facts["reason"], first = str(error), str(error).partition("\n")[0]
         if isinstance(error, GuardError):
@@ -154,9 +151,9 @@ def _checked(
     enter: Callable[[str], object],
     facts: dict[str, Any],
 ) -> Lowered:
-    """The graph behind all passes as a function that is as exact as the model, and not slower; raises Unused where it is not.
+    """Apply all passes, and write the function of the graph; raises Unused if it is less exact than the model, or slower.
 
-    `facts` takes what the report says of it.
+    `facts` takes what the report says of the graph.
     """
     trial = Trial(model, traced, inputs)
     own = trial.own()
@@ -180,7 +177,7 @@ def _checked(
     if options.tune:
         enter("timing")
         runs = trial.repeatable(getattr(model, inputs.method)), trial.repeatable(made, ask), inputs
-        for _ in range(MOST_TIMINGS):  # others that compute on this machine may slow down one of the two
+        for _ in range(MOST_TIMINGS):  # other processes may slow down one of the two
             facts["speedup"] = max(facts.get("speedup", 0.0), speedup(*runs))
             if facts["speedup"] >= LEAST_SPEEDUP:
                 break
@@ -190,9 +187,9 @@ def _checked(
 
 
 def _check(model: nn.Module) -> None:
-    """Raise Unused for what a graph does not call, or nobody would notice."""
+    """Raise Unused for hooks, which a graph does not call, and for weights whose changes go unnoticed."""
     for path, module in model.named_modules():
-        # Those of the model itself run outside of its forward.
+        # Hooks of the model itself run outside of its forward.
         if path and effects.has_hooks_of_users(module):
             raise Unused(f"a layer has hooks on its forward, at {path}")
     if any(parameter.is_inference() for parameter in model.parameters()):
@@ -211,9 +208,10 @@ def _captured(
     facts: dict[str, Any],
     untied: str = "",
 ) -> TracedModule:
-    """The model's graph; where it cannot be captured with sizes free that differ from call to call, with equal ones tied, or fixed ones.
+    """Capture the model with free sizes for those that differ from call to call.
 
-    `untied` is the reason why sizes that are equal are tied.
+    If that fails, equal sizes are tied to each other; if that fails, too, all sizes are fixed. `untied` is the reason why equal
+    sizes are tied.
     """
     dynamic = options.dynamic_shapes if inputs.method == "forward" else None
     guessed = free if dynamic is None else set()
@@ -222,13 +220,13 @@ def _captured(
     try:
         traced = trace_method(model, inputs.method, inputs.args, inputs.kwargs, dynamic)
         guard = guard_of(traced)
-        # A free size may be 1 here, where the graph for others takes at least 2.
+        # A graph with free sizes may refuse a size of 1.
         guard(**inputs.bound(traced))
     except FxoptError as error:
         reason = f"it cannot be captured: {_without_options(str(error))}"
         if not guessed:
             raise Unused(reason) from error
-        # Such as sizes that match where the batches of two inputs are equal, which nothing says.
+        # Torch cannot know, for example, that two inputs always have the same batch size.
         fails = not untied and isinstance(error.__cause__, RuntimeError)
         if fails and dynamic_shapes(named, guessed, tied=True):
             return _captured(model, inputs, named, free, options, facts, reason)
@@ -243,9 +241,10 @@ def _captured(
 def _rewritten(
     model: nn.Module, traced: TracedModule, options: Options, facts: dict[str, Any]
 ) -> tuple[Lowered, TracedModule | None]:
-    """Apply all passes; returns the graph as a function, and for another engine a copy from before the passes for torch's kernels.
+    """Apply all passes, and write the function of the graph.
 
-    `facts` takes what the report says of it.
+    Returns:
+        The function; and for another engine a copy of the graph from before the passes for torch's kernels, else None.
     """
     explanations = [pass_.commit(traced) for pass_ in passes_for_all_engines(options)]
     portable: Any = None if options.engine == TORCH else sharing_copy(traced)
@@ -253,7 +252,7 @@ def _rewritten(
     facts["explanations"] = explanations
     own = {*map(id, model.parameters())}
     for parameter in () if traced.gradients_read else traced.parameters():
-        # Made of those of the model, which may be frozen after this: nothing follows gradients through a graph.
+        # Parameters that passes made need no gradients: no gradients are recorded through this graph.
         parameter.requires_grad_(parameter.requires_grad and id(parameter) in own)
     traced.recompile()
     made = lowered(traced, model, options.keep_model)
@@ -276,7 +275,7 @@ def _by_engine(
     options: Options,
     facts: dict[str, Any],
 ) -> Lowered:
-    """The graph as the engine that was asked for computes it, or the fastest one; as torch does where none can."""
+    """Compute the graph by the engine of the options, or by the fastest one for `auto`; by torch if that fails."""
     found, judged, refused = {TORCH: made}, {TORCH: dict[str, Any]()}, dict[str, str]()
     explanations = facts["explanations"][: len(passes_for_all_engines(options))]
     there, known = engines_for(portable.device.type), sys.exception()
@@ -292,7 +291,7 @@ def _by_engine(
             judged[name] = {"explanations": explanations, "kernels": {}, "memory": None}
             judge(computed, judged[name])
             found[name], engine.in_use = computed, True
-        except Exception as error:  # whatever an engine makes of a graph
+        except Exception as error:  # an engine may fail in any way
             raise_of_signal(error, known)
             refused[name] = reason_of(error)
     best = options.engine if options.engine in found else TORCH
@@ -303,13 +302,13 @@ def _by_engine(
 
 
 class FoldScaleAndShift(fold_scale_and_shift.FoldScaleAndShift):
-    """Folds only what is behind a layer: before several, the weights of all would be copied to save one product.
+    """Folds a scale and shift into the layer before it, not into layers behind it, whose weights would all be copied.
 
-    Reports show it under the name of its base class.
+    Reports show this pass under the name of its base class.
     """
 
     def match(self, graph_module: GraphModule) -> Iterator[Fold | Refusal]:
-        """Yield what is behind a layer."""
+        """Yield scales and shifts behind a layer."""
         for found in super().match(graph_module):
             before = isinstance(found, Fold) and not found.behind
             yield Refusal(found.node, "it would copy the weights of the layers behind") if before else found
@@ -332,7 +331,7 @@ def passes_for_all_engines(options: Options) -> list[Rewrite[Any]]:
 
 def passes_for_torch(options: Options) -> list[Rewrite[Any]]:
     """The passes for torch's own kernels, which run after `passes_for_all_engines`."""
-    # Without measuring, a kernel that was found slower is still not taken.
+    # Even without tuning, kernels that an earlier measurement found slower are not used.
     tune: Tune = options.tune or "known"
     return [
         RemoveRepeatedHeads(),
@@ -350,13 +349,13 @@ def passes_for_torch(options: Options) -> list[Rewrite[Any]]:
 def _judge(
     exact: Any, own: Any, found: Any, precision: str, facts: dict[str, Any], moved: Callable[[], Any]
 ) -> None:
-    """Raise Unused if `found` is farther from `exact` than the eager model's `own` outputs allow; fill in the errors.
+    """Raise Unused if the outputs `found` are less exact than the eager model's `own` outputs; `facts` takes the errors.
 
-    `moved` gives eager outputs with other rounding errors. Where an output nearly cancels, as the cosine of two vectors may,
-    one error says little: it may happen to be small.
+    `moved` computes eager outputs with other rounding errors. The error of a single run says little where terms of an output
+    nearly cancel, as in a cosine of two vectors: it may be small by chance.
     """
     least = PRECISIONS[precision]
-    # The cosine of two numbers is their sign alone.
+    # The cosine of two scalars is only their sign, so these are compared as numbers.
     where = unlike(own, found, floats=least is not None)
     if where:
         raise Unused(f"the outputs of the graph differ from eager's: {where}")
@@ -380,10 +379,10 @@ def _judge(
 
 
 def _check_captured(exact: Any, own: Any, traced: TracedModule, trial: Trial) -> None:
-    """Raise Unused if more than rounding parts eager's `own` outputs from those of the captured graph in float64.
+    """Raise Unused if eager's `own` outputs differ by more than rounding from those of the captured graph in float64.
 
-    If it is rounding, the captured graph in the model's dtype is about as far off. A graph that computes something else is near
-    to its own outputs in float64.
+    If the difference is rounding, the captured graph in the model's dtype differs about as much. A graph that computes something
+    else is close to its own outputs in float64.
     """
     theirs = norm_error(exact, own)
     if theirs > ROUNDING:
@@ -396,12 +395,12 @@ def _check_captured(exact: Any, own: Any, traced: TracedModule, trial: Trial) ->
 
 
 def _is_rounding(mine: float, theirs: float) -> bool:
-    """Tell whether the error of a graph may be that of rounding, by eager's."""
+    """Tell whether the error of a graph may be rounding, given the error of the eager model."""
     return mine <= MOST_ERROR * max(theirs, ROUNDING)
 
 
 def _without_options(text: str) -> str:
-    """Leave out advice of `fxopt.trace` that names options which `optimize` does not have."""
+    """Remove advice from an error text of `fxopt.trace` that names options which `optimize` does not have."""
     leaf = r"(,? or|[,.:]) [mM]ake [^.;]* a leaf( \(leaf_modules=\.\.\.\))?"
     text = text.replace(FIRST_CALL, LATER)
     specialize = r"[Cc]apture with specialize=True[^.;]*(; or (\w)|\.)?"
@@ -409,7 +408,7 @@ def _without_options(text: str) -> str:
 
 
 def _memory(model: nn.Module, computed: Lowered, options: Options) -> float | None:
-    """The bytes of all weights, the graph's and the model's where it is kept, divided by the bytes of the model's."""
+    """The bytes of the weights of the graph, and of the model if it is kept, ÷ the bytes of the model's weights."""
     own = [*model.parameters()]
     held: list[Any] = [each for each in computed.traced.parameters() if not each.is_meta]
     held += [module.value for module in computed.traced.modules() if isinstance(module, Constant)]

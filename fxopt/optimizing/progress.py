@@ -1,4 +1,4 @@
-"""A line on the terminal that says what `optimize` does, for what takes longer than two seconds."""
+"""A line on the terminal that shows the stage of `optimize`, if making a graph takes longer than two seconds."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ class GraphReport:
         cosine: the cosine of the outputs with those in float64; None if the precision is float32.
         speedup: eager time ÷ graph time on the example inputs; None if it was not measured.
         memory: bytes of the weights, those of the graph included, as a ratio to the eager model's; None if not known.
-        engine: what computes the graph.
-        engines: the engines that were tried and do not compute it, each with the reason.
+        engine: the engine that computes the graph.
+        engines: the engines that were tried and do not compute the graph, each with the reason.
         reason: why calls with these inputs fall back to eager; None if the graph is used.
         assigned: the attributes and buffers that the forward changes, each as a module and a name; None if not known.
-        fixed: why sizes that were left free are fixed, such as the line of the forward that fixes one; None if none is.
-        unused: why no layer computes in the precision that was asked for; None if one does.
+        fixed: why sizes are fixed that were to be free, such as the line of the forward that fixes one; None if none is.
+        unused: why no layer computes in the precision of the options; None if a layer does.
     """
 
     inputs: str = ""

@@ -1,4 +1,4 @@
-"""Runs of a model and of its graph on the same inputs. The buffers keep their values; attributes have those of the last run."""
+"""Runs of a model and of its graph on the same inputs, which restore buffers; attributes keep the values of the last run."""
 
 from __future__ import annotations
 
@@ -31,24 +31,23 @@ Function = Callable[..., Any]
 _ROUNDING = {"tf32": 2.0**-11, "bf16": 2.0**-8}
 """The relative rounding error of each precision in which torch may multiply float32."""
 _SECONDS = 0.25  # how long to time a function
-# Seconds: what takes less suffers from what ran before, which leaves other values in the caches, and threads that wait actively.
-_SHORT = 0.1
+_SHORT = 0.1  # seconds; what ran before disturbs shorter calls, by other data in the caches and threads that still spin
 
 
 class Unused(Unfit):
-    """The model falls back to eager; the message is the reason that the report gives."""
+    """The graph is not used; the message is the reason in the report."""
 
 
 class Failed(Exception):
-    """The model itself raises an error for these inputs, which is the cause of this one."""
+    """The model itself raises an error for these inputs: the cause of this one."""
 
 
 class Trial:
-    """Runs a model and its graph, and puts back the buffers that they write into, such as a static cache.
+    """Runs a model and its graph, and restores the buffers that they write into, such as a static cache.
 
     Attributes:
-        places: the buffers that the model writes into, and the attributes that layers assign, each as a module and a name;
-            known after `own`.
+        places: the buffers that the model writes into, and the attributes that layers assign, each as a module path and a
+            name; empty before `own`.
 
     Args:
         model: the model.
@@ -56,7 +55,7 @@ class Trial:
         inputs: the inputs of all runs.
 
     Raises:
-        Unused: the graph draws random numbers, or has effects that cannot be put back.
+        Unused: the graph draws random numbers, or has side effects that cannot be undone.
     """
 
     def __init__(self, model: nn.Module, traced: TracedModule, inputs: Inputs) -> None:
@@ -65,7 +64,7 @@ class Trial:
         self._model, self._traced, self._inputs = model, traced, inputs
         self._written = {name: tensor for name, tensor in own.items() if index.memory.writer_of(tensor)}
         self._left: dict[str, Tensor] = {}
-        self._generator = torch.Generator().manual_seed(0)  # of its own: who draws numbers gets the same
+        self._generator = torch.Generator().manual_seed(0)  # leaves the global generator alone
         writes = (index.memory.written(node) for node in index.nodes if node.op == "placeholder")
         first_write = min(filter(None, writes), default=None)
         for node in index.nodes:
@@ -79,14 +78,14 @@ class Trial:
                 raise Unused(f"a call may write into a constant of the graph, at {graph.place(writer)}")
 
     def own(self) -> Any:
-        """The outputs of the model's own method, in a pair with the values that it assigns where the graph assigns them, too."""
+        """The outputs of the model's own method; if the graph assigns attributes, in a pair with their values."""
         before = [(path, vars(layer), dict(vars(layer))) for path, layer in self._model.named_modules()]
         try:
             value, self._left = self._run(getattr(self._model, self._inputs.method))
         except Unused:
             raise
         except Exception as error:
-            # Fake tensors let pass what others do not, such as two dtypes in a product.
+            # Capture with fake tensors accepts more, such as two dtypes in a product.
             raise Failed from error
         self.places = [split_path(name) for name in self._left]
         for path, now, then in before:  # `weight_norm` computes the attribute `weight`
@@ -97,7 +96,7 @@ class Trial:
         """The outputs of a graph.
 
         Raises:
-            Unused: it leaves something else in the buffers than the model.
+            Unused: the graph leaves other values in the buffers than the model.
         """
         value, left = self._run(function)
         if unlike(self._left, left) or norm_error(self._left, left) > 1e-2:
@@ -106,9 +105,9 @@ class Trial:
         return value
 
     def moved(self) -> Any:
-        """The outputs of a copy of the model whose weights in float32 and float64 are moved at random to a neighbouring number.
+        """The outputs of a copy of the model in which each weight in float32 or float64 is rounded up or down at random.
 
-        The neighbour is one of TF32 or bfloat16 where torch may multiply the weight in that: some kernels do, and some do not.
+        The step is one unit in the last place of the weight's dtype, or of TF32 or bfloat16 if torch may multiply in these.
 
         Source: Parker, Monte Carlo Arithmetic, 1997, section 4: rounding errors that a computation can have.
         """
@@ -126,7 +125,7 @@ class Trial:
         return self._with_assigned(copied, self._inputs.call(getattr(copied, self._inputs.method)))
 
     def repeatable(self, function: Function, ask: Callable[[], object] = bool) -> Function:
-        """A function that puts back what each call writes, and asks something before."""
+        """A function that calls `ask` before each call, and restores afterwards what the call wrote."""
 
         def again(*args: Any, **kwargs: Any) -> Any:
             ask()
@@ -136,12 +135,12 @@ class Trial:
         return again
 
     def _with_assigned(self, model: nn.Module, value: Any) -> Any:
-        """Outputs of the model or a copy as a graph returns them: in a pair with the values of what the forward assigns."""
+        """The outputs of the model, or of its copy, as a graph returns them: in a pair with the attributes that the forward assigns."""
         left = tuple(getattr(module, name) for module, name in assigned_attributes(self._traced, model))
         return (value, left) if left else value
 
     def _run(self, function: Function) -> tuple[Any, dict[str, Tensor]]:
-        """The outputs of a call, and the values that it writes, by the names of the tensors."""
+        """The outputs of a call, and the values that it writes into tensors of the model, by their names."""
         buffers = dict(self._model.named_buffers())
         with restored(self._model, self._written) as before:
             versions = {name: version_of(tensor) for name, (tensor, _) in before.items()}
@@ -149,7 +148,7 @@ class Trial:
             for name, buffer in self._model.named_buffers():
                 if buffer is not buffers.get(name, buffer):
                     raise Unused(f"the forward replaces the buffer {name!r}. Write into it with `.copy_()`.")
-            # torch counts no writes of `batch_norm` and into `.data`; others may leave the values that were there.
+            # Values tell of writes that torch does not count, by `batch_norm` and into `.data`; versions of those that change no value.
             left = {
                 name: t.detach().clone()
                 for name, (t, old) in before.items()
@@ -160,26 +159,26 @@ class Trial:
 
 
 def fastest(functions: Mapping[str, Function], inputs: Inputs) -> str:
-    """The name of the function with the least time."""
+    """The name of the fastest function."""
     times = _in_turns(functions, inputs)
     return min(times, key=times.__getitem__)
 
 
 def speedup(model: Function, computed: Function, inputs: Inputs) -> float:
-    """The model's least time by the graph's."""
+    """The least time of the model ÷ the least time of the graph."""
     times = _in_turns({"model": model, "graph": computed}, inputs)
     return times["model"] / times["graph"]
 
 
 def _in_turns(functions: Mapping[str, Function], inputs: Inputs) -> dict[str, float]:
-    """The least seconds of each function, in rounds in which all of them run: what others compute only makes a run longer."""
+    """The least seconds of each function over rounds in which all run; other processes can only make a run longer."""
     return least_seconds(functions, lambda function, _: _seconds(function, inputs), _SECONDS, 50)
 
 
 def _seconds(function: Function, inputs: Inputs, again: bool = True) -> float:
-    """The seconds of a call until its device has computed; of a short one, those of the second in a row, as in use."""
+    """The seconds of a call, until its device has computed; a short call runs twice in a row, and the second run counts."""
     copied = inputs.copied()
-    # That of inputs on the CPU is the current one of torch.
+    # None is the current CUDA device.
     devices: Collection[int | None] = {t.device.index for t in inputs.tensors() if t.is_cuda} or (None,)
     _wait(devices)
     start = time.perf_counter()

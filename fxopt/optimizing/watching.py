@@ -1,4 +1,4 @@
-"""The state of a model that its graphs have fixed, and whether it is that of now."""
+"""The state of a model that its graphs depend on, and whether the model is still in that state."""
 
 from __future__ import annotations
 
@@ -25,31 +25,38 @@ from fxopt.torch_internals import (
 )
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_CONTAINER = "a container"  # that has changed, where no name says more
+_CONTAINER = "a container"  # what has changed, if no name is known
 _WATCHED = (list, dict, set)  # and their subclasses
 _CONTAINERS = (*_WATCHED, tuple)
-_BUILT_IN = (*_WATCHED, collections.OrderedDict)  # what has the methods of these; a subclass may have others
-_STATISTICS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the dtypes of those of norms
-_LONGEST = 1000  # the most elements of a list, set or subclass of dict that is watched: LeViT keeps half a million numbers in lists
-_MOST_LEFT = 256  # for how many values that calls leave it is known whether a graph holds
-# Hooks on states and gradients are among these.
+_BUILT_IN = (*_WATCHED, collections.OrderedDict)  # a subclass may override their methods
+_STATISTICS = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)  # the dtypes of running statistics
+_LONGEST = 1000  # elements; longer lists, sets and subclasses of dict are not watched: LeViT has lists of half a million
+_MOST_LEFT = 256  # values in assigned attributes that a graph remembers
+# Attributes of every module that graphs do not depend on, such as hooks on state dicts and gradients.
 _OF_TORCH = vars(nn.Module()).keys() - {PARAMETERS, BUFFERS, MODULES, *FORWARD_HOOKS}
 
 
 class State:
     """The modules, weights, buffers, hooks, flags, numbers and strings of a model, as they are when this is made.
 
-    Lists, tuples, dicts and sets count, nested ones and subclasses, too. A tensor that a module keeps as an attribute may give way to one with the same
-    shape, unless a graph reads it. Not seen is what changes in a list, set or subclass of dict of more than 1000
-    elements and inside of other objects but for `config`, and writes into a tensor that leave its version and place as they were: through
-    numpy or into `.data`. Writes of `batch_norm` are seen where an attribute of the module, such as `training`, was set since.
+    Lists, tuples, dicts and sets belong to the state, nested ones and subclasses, too. An attribute that is a tensor may
+    become another tensor of the same shape, unless a graph reads it. These changes go unnoticed:
+
+    - in a list, set or subclass of dict of more than 1000 elements, and inside of other objects except `config`;
+    - writes through numpy or into `.data`, which change neither the version nor the address of a tensor;
+    - writes of `batch_norm` into its statistics, unless an attribute of the module, such as `training`, was set since.
 
     Attributes:
-        read: the attributes that graphs read, each by the id of the `__dict__` of its module, and its name.
+        read: the attributes that graphs read, each as the id of the `__dict__` of its module, and a name.
 
     Args:
         model: the module to watch.
-        places: the attributes and buffers that the forward changes, as far as known, each as a module and a name.
+        places: the attributes and buffers that the forward is known to change, each as a module path and a name.
     """
 
     def __init__(self, model: nn.Module, places: Collection[tuple[str, str]] = ()) -> None:
@@ -67,17 +74,19 @@ class State:
         self._compared = sum(self._versions), 0
         self._held = [t for t in found.values() if isinstance(t, Tensor) and not t.is_inference()]
         self._writes = {id(tensor): version_of(tensor) for tensor in self._held}
-        # Those that have their memory by `.data = ...` get others. The old memory is held, so that no other has its address.
+        # `.data = ...` changes the address. Holding the old memory keeps its address from being used again.
         self._placed = [t for t in self._held if not has_own_kernels(t)]
         self._memory = [t.detach() for t in self._placed]
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
-        # `batch_norm` writes into its statistics past the versions.
+        # `batch_norm` does not count up the versions of its statistics.
         self._statistics = {
             id(t): t.detach().clone() for t in model.buffers() if t.dtype in _STATISTICS and t.dim() == 1
         }
         self.read: set[tuple[int, Any]] = set()
         self._changed = _CONTAINER
-        self._replaced = False  # whether a list gave way to an equal one, which peft makes for each switch
+        self._replaced = (
+            False  # whether a list was replaced by an equal one, as peft does at each switch of adapters
+        )
         contents = (_parts(each) for each in found.values() if isinstance(each, _CONTAINERS))
         parts = (part for each in contents if len(each) <= _LONGEST for part in each.values())
         times = collections.Counter(id(part) for part in parts if isinstance(part, Tensor))
@@ -85,9 +94,9 @@ class State:
         self.forgive(model, places)
 
     def forgive(self, model: nn.Module, places: Collection[tuple[str, str]]) -> None:
-        """Count no tensor in some attributes, and no write into some buffers, as a change: the forward makes it.
+        """Ignore new tensors in some attributes, and writes into some buffers: the forward makes these changes itself.
 
-        Numbers, flags and texts in these attributes count as a change unless a call has left them (`note_left`).
+        A new number, flag or string in these attributes is a change, unless a call has left it (`note_left`).
         """
         self.places, modules = places, dict(model.named_modules())
         self._assigned: dict[Any, tuple[Any, set[tuple[Any, ...]]]] = {}
@@ -97,26 +106,26 @@ class State:
                 attributes = vars(modules[path])
                 self._assigned[id(attributes), name] = attributes, set()
                 _collect(getattr(modules[path], name, None), left_out)
-        for path, module in modules.items():  # a forward may assign a weight, too
+        for path, module in modules.items():  # a forward may assign what is also a weight
             own = vars(module)
             for name, value in (*own.items(), *own[PARAMETERS].items(), *own[BUFFERS].items()):
                 if (path, name) not in places:
                     left_out.pop(id(value), None)
         for key in left_out:
             self._statistics.pop(key, None)
-        # Of all: graphs for other states of the model may make other changes.
+        # From all tensors: graphs for other states of the model may make other changes.
         self._tensors = [tensor for tensor in self._held if id(tensor) not in left_out]
         self._written = sum(self._writes[id(tensor)] for tensor in self._tensors)
 
     def note_left(self) -> None:
-        """Note the numbers, flags and texts that a call has left in the attributes that the forward assigns."""
+        """Note the numbers, flags and strings that a call has left in the attributes that the forward assigns."""
         for (_, name), (attributes, left) in self._assigned.items():
             value = attributes.get(name)
             if isinstance(value, _PLAIN):
                 left.add(_written(value))
 
     def is_gone(self) -> bool:
-        """Tell whether a weight was written, or has other memory: this state does not come back."""
+        """Tell whether a weight was written, or has other memory, so that this state cannot come back."""
         return (
             sum(map(version_of, self._tensors)) != self._written
             or [*map(Tensor.data_ptr, self._placed)] != self._addresses
@@ -124,15 +133,15 @@ class State:
 
     @property
     def changed(self) -> str:
-        """The change that `holds` has found, in words."""
+        """The name of what `holds` has found changed."""
         return "a tensor" if self.is_gone() else self._changed
 
     def holds(self) -> bool:
-        """Tell whether all is as it was; in a model as large as BERT-base, some 50 microseconds."""
+        """Tell whether the model is in this state; takes some 50 microseconds for BERT-base."""
         self._changed = _CONTAINER
         if self.is_gone() or any(self._empty):
             return False
-        reads = len(self.read)  # while another graph is made, it grows
+        reads = len(self.read)  # grows with each new graph
         if (sum(map(dict_version, self._dicts)), reads) != self._compared:  # versions only grow
             versions = [*map(dict_version, self._dicts)]
             changed = itertools.compress(self._copies, map(operator.ne, versions, self._versions))
@@ -140,12 +149,12 @@ class State:
                 itertools.starmap(self._is_same, changed if reads == self._compared[1] else self._copies)
             ):
                 return False
-            if not self._replaced:  # else calls compare from now on: nobody watches the new list
+            if not self._replaced:  # the new list is not watched, so each later call must compare
                 self._versions, self._compared = versions, (sum(versions), reads)
         return all(itertools.starmap(self._is_same, self._others))
 
     def _is_same(self, now: Any, before: Any) -> bool:
-        """Tell whether a container or the attributes of a module are as they were, as far as they can matter to a graph."""
+        """Tell whether a container, or the `__dict__` of a module, is the same as before in all that a graph may depend on."""
         if isinstance(now, list) and len(now) == len(before) and all(map(operator.is_, now, before)):
             return True  # at once
         then, current = _parts(before), _parts(now)
@@ -154,7 +163,7 @@ class State:
                 self._changed = "a tensor"
                 return False
         if isinstance(now, dict) and MODULES not in now and [*then] != [*current]:
-            return False  # a forward may iterate over a dict; over the attributes of a module hardly
+            return False  # a forward may iterate over a dict, but hardly over the attributes of a module
         for key in then.keys() | current.keys():
             old, new = then.get(key, _PLAIN), current.get(key, _PLAIN)
             if old is new:
@@ -176,12 +185,12 @@ class State:
         return True
 
     def _is_alone(self, old: Any, new: Any) -> bool:
-        """Tell whether one tensor was in one place, and the other in none: a forward may ask whether two are one."""
+        """Tell whether `old` was in a single place, and `new` in none; a forward may ask whether two attributes are one tensor."""
         return id(old) not in self._twice and id(new) not in self._writes
 
 
 class Reads:
-    """The attributes of modules whose values a graph holds, as they are when this is made: tensors with the memory of one of its own.
+    """The attributes of modules that a graph reads: tensors that share memory with a tensor of the graph.
 
     Args:
         model: the model.
@@ -202,12 +211,12 @@ class Reads:
         }
 
     def but_for(self, assigned: Iterable[tuple[str, str]]) -> set[tuple[int, str]]:
-        """Those that calls do not assign, as `State.read` has them: one that they assign may be a view of a weight."""
+        """The attributes that calls do not assign, in the form of `State.read`; an assigned one may be a view of a weight."""
         return {(id(vars(self._modules[path])), name) for path, name in self._found - {*assigned}}
 
 
 class LeftByCalls:
-    """The values that calls have left in the attributes that a graph assigns: the forward may read them, and a graph holds for some.
+    """Remembers for which values in the attributes that a graph assigns the graph is right: the forward may read what is left.
 
     Args:
         places: the module and the name of each attribute.
@@ -215,7 +224,7 @@ class LeftByCalls:
 
     def __init__(self, places: Sequence[tuple[nn.Module, str]]) -> None:
         self.places = places
-        # Whether the graph holds, for what was left: numbers, and tensors by their shapes.
+        # For each kind of values, whether the graph is right.
         self._known: dict[Any, bool] = {}
         self.note(self.kinds(), True)
 
@@ -224,16 +233,16 @@ class LeftByCalls:
         return tuple(vars(module).get(name) for module, name in self.places)
 
     def kinds(self) -> tuple[Any, ...]:
-        """The values of the attributes, tensors by their shapes and dtypes."""
+        """The values of the attributes, with shapes and dtypes in the place of tensors."""
         return tuple(map(_left, self.values()))
 
     def note(self, kinds: tuple[Any, ...], holds: bool) -> None:
-        """Note whether the graph holds where this was left."""
+        """Note whether the graph is right for values of these kinds."""
         if len(self._known) < _MOST_LEFT:
             self._known[kinds] = holds
 
     def holds(self) -> bool | None:
-        """Tell whether the graph holds for what is left now; None if that is not known."""
+        """Tell whether the graph is right for the present values; None if that is not known."""
         return self._known.get(self.kinds())
 
 
@@ -246,7 +255,7 @@ def _left(value: Any) -> Any:
 
 
 def _are_equal(old: Any, new: Any) -> bool:
-    """Tell whether two lists or tuples have the same numbers, flags and texts."""
+    """Tell whether two lists or tuples hold the same numbers, flags and strings, and nothing else."""
     if type(old) is not type(new) or type(old) not in (list, tuple) or len(old) != len(new):
         return False
     pairs = zip(old, new, strict=True)
@@ -256,7 +265,7 @@ def _are_equal(old: Any, new: Any) -> bool:
 
 
 def _is_alike(old: Any, new: Any) -> bool:
-    """Tell whether nothing but the values sets two tensors apart, none of which is a weight."""
+    """Tell whether two tensors, none of them a weight, differ in nothing but their values."""
     if type(old) is not Tensor or type(new) is not Tensor or has_own_kernels(old) or has_own_kernels(new):
         return False
     same = (_left(old), old.stride(), old.device) == (_left(new), new.stride(), new.device)
@@ -264,12 +273,12 @@ def _is_alike(old: Any, new: Any) -> bool:
 
 
 def _written(value: Any) -> tuple[Any, ...]:
-    """A number, flag or text such that -0.0 is another one than 0.0, and NaN is itself."""
+    """A key for a number, flag or string, in which -0.0 differs from 0.0, and NaN equals NaN."""
     return type(value), repr(value) if isinstance(value, float | complex) else value
 
 
 def _collect(value: Any, found: dict[int, Any]) -> None:
-    """Add a tensor, or a container with the tensors and containers in it, by their ids."""
+    """Add a tensor, or a container with all tensors and containers in it, under their ids."""
     if isinstance(value, Tensor):
         found[id(value)] = value
     elif isinstance(value, _CONTAINERS) and id(value) not in found:
@@ -281,9 +290,9 @@ def _collect(value: Any, found: dict[int, Any]) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a list, dict or set, without methods of a subclass."""
+    """Copy a list, dict or set without calling methods of a subclass."""
     if type(value) in _BUILT_IN:
-        return value.copy()  # an OrderedDict has an order of its own
+        return value.copy()  # `dict.copy` would lose the order of an OrderedDict
     return next(kind for kind in _WATCHED if isinstance(value, kind)).copy(value)
 
 

@@ -85,7 +85,7 @@ def test_what_is_not_a_tensor_stays_in_the_graph(ran):
         assert type(found) is type(wanted)
         torch.testing.assert_close(found[0], wanted[0])
     with pytest.raises(fxopt.GuardError):  # the guard still checks the inputs
-        fast._fxopt_graphs.books[0].graphs[0].lowered(pixel_values=torch.randn(2, 3, 64, 64))
+        fast._fxopt_graphs.caches[0].graphs[0].lowered(pixel_values=torch.randn(2, 3, 64, 64))
 
 
 @torch.no_grad()
@@ -261,7 +261,7 @@ def test_of_several_results_the_engine_gives_those_that_are_used(ran):
     model = Several().eval()
     fast = fxopt.optimize(model, (X,), engine="openvino")
     assert fast.report[0].engine == "openvino"
-    (graph,) = fast._fxopt_graphs.books[0].graphs
+    (graph,) = fast._fxopt_graphs.caches[0].graphs
     outer = graph.lowered.function.args[0]
     assert not [n for n in outer.graph.nodes if n.target in ("lstm", "topk")]
     found, wanted = fast(Y), model(Y)

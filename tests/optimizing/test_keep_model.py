@@ -34,7 +34,7 @@ def test_a_folded_weight_is_held_packed_alone_and_saved_bit_for_bit():
     model, x = folded()
     wanted = fxopt.FoldBatchNorms()(fxopt.trace(copy.deepcopy(model), (x,)))
     fast = fxopt.optimize(model, (x,), tune=False)
-    ((graph,),) = (book.graphs for book in getattr(fast, GRAPHS).books)
+    ((graph,),) = (cache.graphs for cache in getattr(fast, GRAPHS).caches)
     assert graph.lowered.given_up == ("0",)
     assert graph.lowered.traced.get_submodule("0").weight.is_meta
     whole = graph.lowered.with_weights()

@@ -399,7 +399,7 @@ def test_a_state_that_changes_with_each_call_is_not_captured_for_ever(monkeypatc
     fast = fxopt.optimize(model)
     for number in range(1, 40):
         torch.testing.assert_close(fast(X), model.layer(X) + number)
-    assert max(len(asked), len(getattr(fast, GRAPHS).books)) <= 8
+    assert max(len(asked), len(getattr(fast, GRAPHS).caches)) <= 8
 
 
 @torch.no_grad()

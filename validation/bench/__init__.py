@@ -1,1 +1,1 @@
-"""Benchmarks of fxopt with its peers beside it; `python -m validation.bench --help` lists them."""
+"""Benchmarks of fxopt and its peers; `python -m validation.bench --help` lists them."""

@@ -12,7 +12,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.callback()
 def main() -> None:
-    """Measure captures and `fxopt.optimize` beside their peers."""
+    """Measure captures and `fxopt.optimize` in comparison with their peers."""
 
 
 for command in (capture, zoo):

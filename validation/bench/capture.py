@@ -1,4 +1,4 @@
-"""The time of a capture, beside `torch.export`, and by the number of layers."""
+"""The time of a capture, compared with `torch.export`, and by the number of layers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def capture(
     layers: Annotated[str, typer.Option(help="Numbers of layers of a narrow Llama.")] = "12,24,48,96",
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
 ) -> None:
-    """Measure `fxopt.trace` beside `torch.export.export(strict=False)`.
+    """Measure `fxopt.trace` in comparison with `torch.export.export(strict=False)`.
 
-    The ratio is that of a capture with `verify=False`, as torch.export does not compare; the default is beside it.
+    The ratio is for captures with `verify=False`, because torch.export does not compare outputs. The time with verification
+    is listed as well.
     """
     torch.set_num_threads(threads)
     counts = [int(count) for count in layers.split(",")]
@@ -57,7 +58,7 @@ def _times(measured: Sequence[Workload], rounds: int) -> Table:
 
 
 def _by_layers(counts: Sequence[int], rounds: int) -> Table:
-    """Captures of one Llama with more and more layers."""
+    """One row for each number of layers of a Llama."""
     table = Table(
         *("layers", "fixed, s", "ms a layer", "dynamic, s", "ms a layer"),
         title=f"fxopt.trace of a narrow Llama by number of layers: median of {rounds}",
@@ -73,7 +74,7 @@ def _by_layers(counts: Sequence[int], rounds: int) -> Table:
 
 
 def _of(runs: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
-    """The seconds of each run in so many rounds, after one that imports and warms up; garbage goes before each run."""
+    """The seconds of each run in `rounds` rounds, after one warm-up run; garbage is collected before each run."""
 
     def turn(run: Callable[[], Any]) -> float:
         gc.collect()

@@ -1,7 +1,7 @@
-"""The engines that run one model, each made ready by a function of its own: eager, fxopt, and their peers.
+"""The engines that run one model, each prepared by its own function: eager, fxopt, and their peers.
 
-Each is given the same number of threads. No thread of another engine may wait actively for work: while it spins, it
-takes a core from the one whose turn it is.
+Each engine gets the same number of threads. The threads of an engine must not spin after its turn: they would occupy a core
+that the next engine needs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .models import called, cast, fresh, generates, with_tensors
 
 
 def reason(error: Exception) -> str:
-    """One line that says why an engine is left out."""
+    """One line with the reason why an engine is left out."""
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed (the extra `peers` brings it)"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -38,9 +38,9 @@ def reason(error: Exception) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """An engine that holds a model: `feed` makes its inputs for one run, untimed, and `run` takes these.
+    """An engine with a model: `feed` makes the inputs of one run, untimed, and `run` accepts these inputs.
 
-    `model` is what `fxopt.optimize` gave, of which there is a report.
+    `model` is the result of `fxopt.optimize`, which has a report.
     """
 
     feed: Callable[[Mapping[str, Any]], Any]
@@ -49,11 +49,11 @@ class Prepared:
 
 
 Prepare = Callable[[nn.Module, Mapping[str, Any], int], Prepared]
-"""Makes a model ready for inputs like these and for so many threads; leaves the model as it is."""
+"""Prepares a model for inputs like these and for this number of threads; does not change the model."""
 
 
 def engines(precision: str, device: str = "cpu") -> dict[str, Prepare]:
-    """The engines of a device for `float32`, `bfloat16` or `int8` by name; the first is eager float32, the measure of all others."""
+    """The engines of a device for `float32`, `bfloat16` or `int8` by name; the first is eager float32, the reference of all."""
     chosen: dict[str, Prepare] = {
         EAGER: eager,
         AGAIN: eager,
@@ -92,20 +92,20 @@ def engines(precision: str, device: str = "cpu") -> dict[str, Prepare]:
 
 EAGER = "eager"
 AGAIN = "eager, again"
-"""The A/A arm: the same thing as `EAGER`, so that its ratio shows what the measurement itself is worth."""
+"""The A/A arm: a second `EAGER`, whose ratio shows the error of the measurement."""
 
 PRECISIONS = ("float32", "bfloat16", "int8")
 
 
 def eager(model: nn.Module, inputs: Mapping[str, Any], threads: int) -> Prepared:
-    """The model itself."""
+    """The eager model."""
     return Prepared(fresh, lambda feed: called(model, feed))
 
 
 def compiled(
     model: nn.Module, inputs: Mapping[str, Any], threads: int, *, mode: str | None = None
 ) -> Prepared:
-    """`torch.compile` with frozen weights, from empty caches; of a model that generates, the forward, with a static cache."""
+    """`torch.compile` with frozen weights and empty caches; for `generate()`, it compiles the forward, with a static cache."""
     torch._dynamo.reset()
     if generates(inputs):
         module = copy.copy(model)
@@ -113,7 +113,7 @@ def compiled(
         own = {
             "cache_implementation": "static",
             "disable_compile": True,
-        }  # on a GPU transformers compiles, too
+        }  # on a GPU, transformers would compile as well
     else:
         module, own = torch.compile(model, mode=mode), {}  # type: ignore[assignment]
     with torch._inductor.config.patch(freezing=True, force_disable_caches=True):
@@ -130,7 +130,7 @@ def onnxruntime(
 ) -> Prepared:
     """ONNX Runtime on the model exported with `dynamo=True`; `int8` quantizes matrix products dynamically.
 
-    As by default its threads wait actively within a run, but no longer than the run takes.
+    As by default, its threads spin during a run, but not after the run.
     """
     import onnxruntime
 
@@ -146,9 +146,9 @@ def onnxruntime(
             from onnxruntime.quantization import quantize_dynamic
 
             proto = onnx.load(file)
-            del proto.graph.value_info[:]  # shapes of weights that quantization transposes
+            del proto.graph.value_info[:]  # these have stale shapes of weights, which quantization transposes
             file = file.with_name("int8.onnx")
-            # Not convolutions, for which it has no kernel when weights have signs.
+            # Not convolutions: ONNX Runtime has no kernel for them with signed weights.
             products = ["MatMul", "Gemm"]
             quantize_dynamic(proto, file, op_types_to_quantize=products, use_external_data_format=True)
         session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
@@ -161,7 +161,7 @@ def onnxruntime(
 def openvino(
     model: nn.Module, inputs: Mapping[str, Any], threads: int, *, precision: str = "f32"
 ) -> Prepared:
-    """OpenVINO on the model exported by `torch.export`; by itself it would compute in bfloat16 where the CPU can."""
+    """OpenVINO on the model exported by `torch.export`; its default precision would be bfloat16 on CPUs that support it."""
     import openvino
 
     exported = torch.export.export(Flat(model, inputs), tuple(tensors(inputs)), strict=False)
@@ -172,7 +172,7 @@ def openvino(
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_NUM_THREADS": threads,
             "INFERENCE_PRECISION_HINT": precision,
-            "ENABLE_CPU_PINNING": False,  # the threads of others shall not find one core taken
+            "ENABLE_CPU_PINNING": False,  # pinned threads would occupy a core that other engines need
         },
     )
     return Prepared(_arrays, lambda feed: list(module(feed).values()))
@@ -189,7 +189,7 @@ def dynamically_quantized(model: nn.Module, inputs: Mapping[str, Any], threads: 
 def _fxopt(
     model: nn.Module, inputs: Mapping[str, Any], threads: int, *, precision: str, engine: str = "torch"
 ) -> Prepared:
-    """`fxopt.optimize`; the engine `auto` takes the fastest of those that are installed."""
+    """`fxopt.optimize`; the engine `auto` uses the fastest of the installed engines."""
     example = {} if generates(inputs) else fresh(inputs)
     module = fxopt.optimize(model, (), example, precision=precision, engine=engine)
     return Prepared(fresh, lambda feed: called(module, feed), module)
@@ -206,14 +206,14 @@ def _arrays(inputs: Mapping[str, Any]) -> list[Any]:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Every tensor in nested containers and caches, in order; a list may hold arrays of numpy, which are not copied."""
+    """Every tensor in nested containers and caches, in order; numpy arrays in a list become tensors without a copy."""
     if isinstance(value, list):
         value = [torch.from_numpy(each) if isinstance(each, np.ndarray) else each for each in value]
     return list(tensors_in(value))
 
 
 class Flat(nn.Module):
-    """A model that takes its tensors one by one and gives a tuple of tensors: what exporters understand."""
+    """A model that accepts its tensors one by one and returns a tuple of tensors, as exporters require."""
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         if generates(inputs):
@@ -229,7 +229,7 @@ class Flat(nn.Module):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Drops what Python prints, logs below an error, and warns of in the block."""
+    """Drop prints, warnings, and logs below errors in the block."""
     before = logging.root.manager.disable
     with (
         contextlib.redirect_stdout(io.StringIO()),

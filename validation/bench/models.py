@@ -1,4 +1,4 @@
-"""The models of the benchmarks, as a YAML file describes them, with random weights and inputs."""
+"""The models of the benchmarks, described by a YAML file, with random weights and inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fxopt.testing import randomise
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A model as a file describes it: how it is made, and what its forward takes."""
+    """A model as a file describes it: how to make it, and its inputs."""
 
     said: Mapping[str, Any]
 
@@ -46,10 +46,10 @@ class Entry:
                 made: Any = found._from_config(found.config_class(**given), dtype=torch.float32)
             else:
                 made = _made({"make": self.said["make"], "args": self.said.get("args", ()), **options})
-            return randomise(made.float(), 0).eval()  # with first statistics, values vanish in deep nets
+            return randomise(made.float(), 0).eval()  # initial statistics let values vanish
 
     def inputs(self, model: nn.Module, batch: int) -> dict[str, Any]:
-        """Inputs of the forward by the names of its parameters, floating ones in the dtype of the model."""
+        """Inputs of the forward by parameter name, floating ones in the dtype of the model."""
         names = {**vars(torch), "batch": batch}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -68,7 +68,7 @@ _SAID = {"library", "make", "inputs", "args", "models", "kind", "unseen", "batch
 
 
 def entries(file: Path) -> dict[str, Entry]:
-    """The models of a file by name; values of a model come before those of its group."""
+    """The models of a file by name; values of a model override those of its group."""
     groups = yaml.safe_load(file.read_text(encoding="utf-8"))
     found: dict[str, Entry] = {}
     for group in groups:
@@ -92,7 +92,7 @@ def zoo() -> dict[str, Entry]:
 
 
 def _made(said: Any) -> Any:
-    """An argument: a mapping with `make` is what that makes of the others; lists become tuples, but for configs of transformers."""
+    """Make an argument: a mapping with `make` is called; lists become tuples, except in configs of transformers."""
     if isinstance(said, list):
         return tuple(map(_made, said))
     if not isinstance(said, dict) or "make" not in said:
@@ -105,14 +105,14 @@ def _made(said: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A model in eval mode with inputs by name; a run works on `fresh(inputs)`, because it may add to a cache."""
+    """A model in eval mode with inputs by name; a run gets `fresh(inputs)`, because it may add to a cache."""
 
     model: nn.Module
     inputs: dict[str, Any]
     name: str = ""
 
     def captured(self, capture: Callable[..., Any], free: bool, **options: Any) -> Callable[[], Any]:
-        """A capture of the model that can be run, with fixed sizes, or a free batch and length of text."""
+        """Return a function that captures the model, with static sizes, or with dynamic batch and text length."""
         shapes = {
             name: {0: Dim.AUTO} if value.is_floating_point() else {0: Dim.AUTO, 1: Dim.AUTO}
             for name, value in self.inputs.items()
@@ -123,7 +123,7 @@ class Workload:
 
 
 def workload(name: str, device: str = "cpu") -> Workload:
-    """The model of this name of the zoo with its inputs, the same in every process."""
+    """The zoo model of this name with its inputs, the same in every process."""
     entry = zoo()[name]
     model = entry.make().to(device)
     given = entry.inputs(model, entry.said.get("batch", 1))
@@ -133,7 +133,7 @@ def workload(name: str, device: str = "cpu") -> Workload:
 
 
 def named(text: str, known: Mapping[str, Any] | tuple[str, ...], what: str = "model") -> list[str]:
-    """The known names that a list with commas gives, by their beginnings; all where it is empty."""
+    """The known names in a comma-separated list, which may abbreviate them; all if the list is empty."""
     found: dict[str, None] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         fitting = [name for name in known if name == part] or [
@@ -146,7 +146,7 @@ def named(text: str, known: Mapping[str, Any] | tuple[str, ...], what: str = "mo
 
 
 def llama(layers: int) -> Workload:
-    """A narrow Llama of so many layers: a capture computes nothing, so that width costs it nothing."""
+    """A narrow Llama with this number of layers: width does not matter, because a capture computes nothing."""
     sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 4}
     model = LlamaModel(LlamaConfig(**sizes, num_hidden_layers=layers, use_cache=False)).eval()
     ids = torch.randint(0, 1000, (3, 7))
@@ -156,7 +156,7 @@ def llama(layers: int) -> Workload:
 
 
 def decoding(text: Workload) -> Workload:
-    """The step of decoding of the last token; the one before has been decoded, because prefill leaves strided keys in the cache."""
+    """The decoding step of the last token. The step before has run too, because prefill leaves strided keys in the cache."""
     model, ids = text.model, text.inputs["input_ids"]
     with torch.no_grad():
         cache = model(ids[:, :-2], use_cache=True).past_key_values
@@ -166,12 +166,12 @@ def decoding(text: Workload) -> Workload:
 
 
 def with_tensors(inputs: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """The same inputs by name with other tensors; a cache is a new one, so that a run leaves the old one as it was."""
+    """The same inputs with other tensors; caches are copied, so that a run does not change the original ones."""
     return mapped(dict(inputs), change)  # type: ignore[no-any-return]
 
 
 def fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The same inputs for one more run, which may add to a cache: no tensor is copied."""
+    """The same inputs for another run, which may add to a cache; no tensor is copied."""
     return with_tensors(inputs, lambda tensor: tensor)
 
 
@@ -181,17 +181,17 @@ def cast(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def generates(inputs: Mapping[str, Any]) -> bool:
-    """Tell whether inputs are for `generate()`, and not for the forward."""
+    """Tell whether inputs are for `generate()` rather than the forward."""
     return "max_new_tokens" in inputs
 
 
 def called(model: Any, inputs: Mapping[str, Any]) -> Any:
-    """Call what the inputs are for."""
+    """Call `generate()` or the forward, whichever the inputs are for."""
     return model.generate(**inputs) if generates(inputs) else model(**inputs)
 
 
 def in_float64(workload: Workload) -> list[Tensor]:
     """The tensors of the outputs of a copy of the model in float64."""
     with torch.no_grad():
-        wide = float64.in_float64(workload.model)  # the forward of TAESD names float32
+        wide = float64.in_float64(workload.model)  # the forward of TAESD has float32 in its code
         return list(tensors_in(called(wide, cast(workload.inputs, torch.float64))))

@@ -1,4 +1,4 @@
-"""The picture of the zoo: for each class of models the speed-up of each engine, with its geometric mean."""
+"""The plot of the zoo: for each kind of models the speed-up of each engine, with its geometric mean."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def mean(speedups: pd.Series) -> float:
 
 
 def drawn(ran: pd.DataFrame) -> bytes:
-    """Draw rows of `zoo.parquet` of one machine and precision as SVG: a row for each kind, a dot for each model, a bar for the mean.
+    """Draw rows of `zoo.parquet` of one machine and precision as SVG: a row a kind, a dot a model, a bar for the mean.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+        ModuleNotFoundError: if matplotlib is not installed.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure

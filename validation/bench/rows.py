@@ -36,11 +36,12 @@ Case = tuple[str, str, int]
 
 @dataclasses.dataclass
 class Row:
-    """One engine on one model. Without a reason why it was left out it ran; numbers that were not measured are NaN.
+    """One engine on one model. The engine ran if `reason` is empty; numbers that were not measured are NaN.
 
-    `speedup` is the median of the paired ratios of eager's time to its own, with the ends of the 95 % interval, `error_ratio`
-    the error to float64 by that of eager float32, `memory` the weights in memory by those of the model, `eager` the reason
-    why `fxopt.optimize` uses no graph, `taken` the engine that computes its graph, `busy` the cores that others used during the rounds.
+    `speedup` is the median of the paired ratios eager time ÷ engine time, with the ends of its 95 % interval. `error_ratio`
+    is the error vs float64, divided by that of eager float32. `memory` is the size of the weights in memory, divided by
+    that of the model's. `eager` is the reason why `fxopt.optimize` uses no graph, `taken` the engine that computes its
+    graph. `busy` is the number of cores that other processes used during the rounds.
     """
 
     model: str
@@ -66,18 +67,18 @@ class Row:
 def of_case(
     case: Case, names: Collection[str], rounds: int, seconds: float, limit: float, device: str = "cpu"
 ) -> list[Row]:
-    """The rows of a case, from a process of its own; one row with the reason where that ends or takes too long."""
+    """Measure a case in a separate process; if the process fails or takes too long, return one row with the reason."""
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
             return alone(limit, _measured, case, names, rounds, seconds, device, caches)
-    except Exception as error:  # it cannot be built, its process ended, or its time is up
+    except Exception as error:  # the model cannot be built, its process ended, or its time is up
         return [Row(*case, EAGER, reason(error))]
 
 
 def alone(limit: float, function: Callable[..., T], *given: Any) -> T:
-    """Call a function in a process of its own, which ends after `limit` seconds at the latest.
+    """Call a function in a separate process, which ends after `limit` seconds at the latest.
 
-    Raises what the function raises, `TimeoutError`, and `BrokenProcessPool` if the process ends itself.
+    Raises the errors of the function, `TimeoutError`, and `BrokenProcessPool` if the process ends itself.
     """
     context: Any = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, _end_with_parent) as pool:
@@ -89,7 +90,7 @@ def alone(limit: float, function: Callable[..., T], *given: Any) -> T:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that began it has ended: a benchmark that was killed computes no further."""
+    """End this process when its parent has ended, so that a killed benchmark stops computing."""
     parent: Any = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
@@ -97,7 +98,7 @@ def _end_with_parent() -> None:
 def _measured(
     case: Case, names: Collection[str], rounds: int, seconds: float, device: str, caches: str
 ) -> list[Row]:
-    # What a run before this one compiled, or timed on a busy machine, is not measured.
+    # Empty caches: compilations and timings of earlier runs must not count.
     os.environ |= {"FXOPT_CACHE": caches, "TORCHINDUCTOR_CACHE_DIR": caches}
     with quiet():
         there = engines(case[1], device)
@@ -108,7 +109,7 @@ def _measured(
 def compare(
     case: Case, workload: Workload, engines: Mapping[str, Prepare], *, rounds: int, seconds: float
 ) -> list[Row]:
-    """Makes every engine ready, then times all of them in rounds. One that fails is left out with its reason."""
+    """Prepare every engine, then time all of them in rounds. An engine that fails is left out with its reason."""
     threads = case[-1]
     torch.set_num_threads(threads)
     rows = {name: Row(*case, name) for name in engines}
@@ -119,7 +120,7 @@ def compare(
             try:
                 with quiet():
                     turns[name] = _ready(prepare, workload, threads, rows[name], exact)
-            except Exception as error:  # whatever an engine makes of a model
+            except Exception as error:  # an engine may raise anything
                 if name == EAGER:
                     raise
                 rows[name] = Row(*case, name, reason(error))
@@ -138,7 +139,7 @@ def compare(
 def _ready(
     prepare: Prepare, workload: Workload, threads: int, row: Row, exact: list[torch.Tensor]
 ) -> Callable[[], float]:
-    """Make an engine ready and warm: its turn; the row gets the time of its first outputs, and how exact they are."""
+    """Prepare and warm up an engine and return its turn; the row gets the time and exactness of the first outputs."""
     start = time.perf_counter()
     prepared = prepare(workload.model, workload.inputs, threads)
     outputs = tensors(prepared.run(prepared.feed(workload.inputs)))
@@ -147,7 +148,7 @@ def _ready(
     row.first_call_s = time.perf_counter() - start
     row.error, row.cosine = exactness(outputs, exact)
     if prepared.model is not None:
-        report = prepared.model.report  # of `generate()`, with several graphs
+        report = prepared.model.report  # the report of `generate()` has several graphs
         used = [each for each in report if each.reason is None]
         row.eager = "" if used else portable((report and report[-1].reason) or str(report))
         row.taken = "+".join(dict.fromkeys(each.engine for each in used))
@@ -159,9 +160,9 @@ def _ready(
 
 
 def exactness(outputs: list[torch.Tensor], exact: list[torch.Tensor]) -> tuple[float, float]:
-    """The worst output: its error to float64, relative to its largest value, and its cosine; of tokens, the shares that differ and agree.
+    """The relative error vs float64 and the cosine of the worst output; for tokens, the shares that differ and agree.
 
-    Raises `AssertionError` when they are not of the same number and shapes.
+    Raises `AssertionError` if the outputs differ in number or shapes.
     """
     error = compare_outputs(exact, outputs, dtypes=False).max_rel
     if exact and not any(tensor.is_floating_point() for tensor in exact):

@@ -1,4 +1,4 @@
-"""`python -m validation.bench zoo`: eager, fxopt and its peers on popular models at their published sizes."""
+"""`python -m validation.bench zoo`: eager, fxopt and its peers on popular models in their published sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _VERSIONS = ("torch", "transformers", "onnxruntime", "openvino")
 
 KEYS = ["model", "precision", "threads", "machine"]
 BUSY = 0.1
-"""A machine is idle while all other processes together use less than this part of one core."""
+"""A machine is idle if all other processes together use less than this part of one core."""
 
 SLOWER = 0.97
 """An engine is slower than eager below this speed-up."""
@@ -66,9 +66,9 @@ def zoo(
         "reports/baseline"
     ),
 ) -> None:
-    """Speed, time to be ready and exactness of fxopt beside its peers; each model is in a process of its own.
+    """Compare speed, preparation time and exactness of fxopt and its peers; each model has a separate process.
 
-    Models that the table in the folder has are not measured again, so that a run that was cut goes on.
+    Models in the table of the folder are not measured again, so that an interrupted run can continue.
     """
     if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
         raise typer.BadParameter(f"there is no device {device!r} here")
@@ -112,7 +112,7 @@ def _written_by(run: store.Run, device: str) -> str:
 
 
 def _largest(table: pd.DataFrame) -> pd.DataFrame:
-    """The engines that ran, for the machine, number of threads and precision with most models, on models that all were tried on."""
+    """The rows of engines that ran, for the machine, threads and precision with most models, on models tried with all engines."""
     found = [table[:0]]
     for _, group in table.groupby(KEYS[1:]):
         tried = group.groupby("model")["engine"].transform("nunique") == group["engine"].nunique()
@@ -153,7 +153,7 @@ def _parts(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 
 def means(table: pd.DataFrame, label: str) -> pd.DataFrame:
-    """For each engine the geometric mean of its speed-ups, and that of fxopt on the same models."""
+    """For each engine, the geometric mean of its speed-ups, and the mean of fxopt on the same models."""
     own = next((name for name in table["engine"] if name.startswith("fxopt")), EAGER)
     speedups = table[table["reason"] == ""].pivot(index="model", columns="engine", values="speedup")
     found = []
@@ -175,7 +175,7 @@ def means(table: pd.DataFrame, label: str) -> pd.DataFrame:
 
 
 def _line(model: str, own: pd.DataFrame) -> dict[str, str]:
-    """The line of a model: the speed-up of each engine, and what `fxopt.optimize` takes."""
+    """The line of a model: the speed-up of each engine, and the engine that `fxopt.optimize` uses."""
     ran = own[own["reason"] == ""]
     mark = " ⚠️" if ran["busy"].max() > BUSY else ""
     unseen = ", unseen" if own["unseen"].any() else ""

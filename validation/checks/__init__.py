@@ -1,4 +1,4 @@
-"""The checks, one a file, each with a function `check(subject, pipeline)`: a file is found by its name."""
+"""The checks: each file has one function `check(subject, pipeline)`, and is found by its name."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ Function = Callable[[Any, tuple[str, ...]], Finding]
 
 
 def available() -> dict[Check, Function]:
-    """Every check of this package; the file `round_trip.py` holds the check `round-trip`."""
+    """Every check of this package; the file `round_trip.py` has the check `round-trip`."""
     return {check: importlib.import_module(f"{__name__}.{check.replace('-', '_')}").check for check in Check}

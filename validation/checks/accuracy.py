@@ -20,10 +20,10 @@ from ..records import NOTHING, Finding, Outcome, one_line
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """Every metric of the rewritten model against the original.
+    """Compute every metric of the rewritten model against the original.
 
-    Of a sweep, whose models have learned nothing, the metrics are reported, but not judged; the results must be finite,
-    and of the same form where the values do not decide on it.
+    In a sweep, models are untrained: the metrics are reported, but not judged. The outputs must be finite, and have the
+    same structure unless sizes depend on values.
     """
     dtype, given = subject.dtype_of(pipeline), subject.entry.given
     rewritten = subject.rewritten(pipeline, dtype)
@@ -36,7 +36,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         except GuardError as error:
             if given:
                 raise
-            # In other numbers, what the graph decides by may fall otherwise: nothing was compared.
+            # With other numbers, a runtime check of the graph may fail: nothing was compared.
             return Finding(Outcome.REFUSED, f"in other numbers, {one_line(error)}")
     with subject.entering("compare"):
         infinite = next(filter(None, (not_finite(each.output) for each in (*oracle.expected, *seen))), "")
@@ -57,7 +57,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
 def _judged(
     subject: Subject, pipeline: tuple[str, ...], away: float, measured: dict[str, float | int]
 ) -> Finding:
-    """Hold how far the outputs moved against what the zoo or the passes say."""
+    """Compare the change of the outputs with the tolerance that the zoo or the passes state."""
     silent = "" if subject.entry.tolerance(pipeline) else subject.without_tolerance(pipeline)
     moved, stated = f"the outputs moved by {away:.3g} of their norm", f"{silent} states no `tolerance`"
     limit = measured["tolerance"]
@@ -70,7 +70,7 @@ def _judged(
 
 
 def _sizes_follow_values(graph: GraphModule) -> bool:
-    """Tell whether there are sizes that only a run knows, such as the number of key points in an image."""
+    """Tell whether some sizes are known only at run time, such as the number of key points in an image."""
     values = (node.meta.get("val") for node in graph.graph.nodes)
     return any(isinstance(value, Tensor) and free_unbacked_symbols(value) for value in values)
 
@@ -85,10 +85,10 @@ def _measure(original: Any, output: Any) -> dict[str, float | int]:
 
 
 def agreement(reference: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> float | None:
-    """The share of positions whose largest value along the last axis is at the same place: the predicted class or token.
+    """The share of positions with the same argmax along the last axis: the predicted class or token.
 
-    Of an output with tensors called logits only these count; a model without a head has none, and its features stand in for them. None
-    for outputs without vectors, such as a loss.
+    If tensors of the output are called logits, only these count. A model without a head has no logits: all its vectors
+    count instead. None for outputs without vectors, such as a loss.
 
     Example:
         >>> agreement({"logits": torch.eye(2)}, {"logits": torch.tensor([[2.0, 1.0], [2.0, 1.0]])})
@@ -103,7 +103,7 @@ def agreement(reference: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) 
 
 
 def _floating(output: Any) -> dict[str, Tensor]:
-    """The floating tensors of an output by their paths, in float64."""
+    """The floating-point tensors of an output by path, in float64."""
     return {
         path: value.double()
         for path, value in leaves(output)

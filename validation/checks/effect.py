@@ -20,13 +20,14 @@ from ..regressions.metric import KERNELS
 from ..timing import peak_mb, seconds_of
 
 PLACES, MOST_PLACES = "places", 200
-"""The fact that lists the sites of a pass with their modules and lines, and the most that it lists."""
+"""The fact that lists the sites of a pass with modules and lines, and the maximum number of listed sites."""
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """Count sites and refusals, nodes, modules and parameters; hold the sites against those recorded.
+    """Count sites, refusals and nodes; compare the sites with the recorded number.
 
-    Several passes are not explained, which takes longer than applying them: each pass by itself says the same.
+    A pipeline of several passes is not explained, because explaining takes longer than applying, and each single pass
+    reports the same.
     """
     dtype = subject.dtype_of(pipeline)
     before, rewritten = subject.traced(dtype), subject.rewritten(pipeline, dtype)
@@ -56,7 +57,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
 
 
 def _cost(subject: Subject, pipeline: tuple[str, ...], dtype: torch.dtype) -> dict[str, float | int]:
-    """The seconds that a pass takes, the shorter of two runs after a first one, and the peak of the tensors that it makes."""
+    """The seconds to apply a pass (the faster of two runs), and the peak memory of the tensors that it creates."""
     (pass_,) = subject.members(pipeline)
     *timed, measured = (sharing_copy(subject.traced(dtype)) for _ in range(3))
     with subject.entering("transform"):
@@ -65,9 +66,9 @@ def _cost(subject: Subject, pipeline: tuple[str, ...], dtype: torch.dtype) -> di
 
 
 def _wrong_count(subject: Subject, pipeline: tuple[str, ...], sites: int, refusals: Refusals) -> str:
-    """A pass alone must rewrite as many sites as are recorded; in company it may find more or fewer."""
+    """Describe a wrong number of sites: a single pass must rewrite the recorded number; in a pipeline it may differ."""
     recorded = subject.entry.sites.get(pipeline[0]) if len(pipeline) == 1 else None
-    # A GPU has other kernels and other refusals, and only some processors have products of int8 for every size.
+    # A GPU has other kernels and refusals, and only some processors support int8 products of every size.
     elsewhere = subject.device != "cpu" or type(subject.members(pipeline)[0]) is QuantizeLinears
     if recorded is None or sites == recorded or elsewhere:
         return ""

@@ -10,14 +10,14 @@ from ..records import NOTHING, Finding, Outcome
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """Compare the model, run eagerly, with its rewritten graph, in its dtype; for a pass alone, site by site as well."""
-    # Some kernels are there in one dtype alone.
+    """Compare the eager model with its rewritten graph, in its dtype; for a single pass, site by site as well."""
+    # Some kernels exist in only one dtype.
     if not any(
         subject.rewritten(pipeline, dtype).sites for dtype in {subject.wide, subject.dtype_of(pipeline)}
     ):
         return NOTHING
     finding = judge_graph(subject, lambda dtype: subject.rewritten(pipeline, dtype).module, pipeline)
-    # A tolerance is for the whole model; a single site knows nothing of it, nor of what a sweep finds out.
+    # A tolerance is for the whole model, not for a single site; the limits found by a sweep are not either.
     tolerated = subject.entry.tolerance(pipeline) > 0 or not subject.entry.given
     wrong = [] if tolerated else subject.wrong_sites(pipeline, subject.dtype_of(pipeline))
     if not wrong:

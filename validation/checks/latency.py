@@ -20,36 +20,36 @@ from ..timing import Ratio, Times, in_random_order, peak_mb, ratio, seconds_of, 
 from ..zoo.plan import checks, pipelines
 
 FEWEST, MOST = 7, 200
-"""Rounds of one model go on until each interval is `NARROW`, or its seconds or the most rounds are spent."""
+"""Rounds of one model continue until each interval is `NARROW`, or the seconds or the maximum of rounds are used up."""
 
 NARROW = 0.02
 SHORT = 0.02
-"""A run of fewer seconds is timed after one that is not: that brings its weights back into the caches."""
+"""A run of fewer seconds is timed after an untimed run, which brings its weights back into the caches."""
 
 EAGER, CAPTURED, AGAIN = "eager", "captured", "captured, again"
-"""The arms that every model has. The last is a copy of the graph that shares its weights, as rewritten graphs do: the A/A
-arm, which shows by how much two arms seem apart that are the same.
+"""The arms of every model. The last is the A/A arm, a copy of the graph that shares its weights, as rewritten graphs do:
+it shows how far two equal arms seem apart.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The times of the arms of one model: by the name of the arm the seconds of each round, and what else there is of it."""
+    """The measurements of one model: for each arm by name, the seconds of each round, memory and failures."""
 
     times: Times
     memory: Mapping[str, float]  # the peak of the tensors that a run allocates, in MB
     failed: Mapping[str, tuple[str, str]]  # the stage in which an arm failed, and the error
-    busy: float = 0.0  # the cores that other processes used meanwhile
+    busy: float = 0.0  # the number of cores that other processes used during the rounds
 
     def beside(self, arm: str, other: str) -> Ratio:
-        """The time of an arm by that of another one in the same round."""
+        """The ratio of the times of an arm and another arm in the same round."""
         return ratio(self.times[arm], self.times[other])
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """The times of the arm of a pipeline beside the graph and the model; without a pipeline, of the graph beside the model.
+    """Compare the times of a pipeline with those of the graph and the model; without a pipeline, the graph with the model.
 
-    All arms of a model are timed for its first case, so that each is in the same rounds as all others.
+    The first case of a model times all arms, so that all arms are in the same rounds.
     """
     measured: Measured = subject.timed or measure(subject)
     subject.timed = measured
@@ -78,12 +78,12 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
 
 
 def narrow(times: Times) -> bool:
-    """True if the interval of each arm beside the graph is narrow enough."""
+    """True if the interval of the ratio of each arm to the graph is narrow enough."""
     return all(ratio(seconds, times[CAPTURED]).width < NARROW for seconds in times.values())
 
 
 def measure(subject: Subject) -> Measured:
-    """Make every arm of a model ready, and time them turn by turn; an arm that fails is left out with its error."""
+    """Prepare every arm of a model, and time the arms in turn; an arm that fails is left out with its error."""
     wait = synchronise(subject.device)
     runs: dict[str, Callable[[], object]] = {}
     memory: dict[str, float] = {}
@@ -93,13 +93,13 @@ def measure(subject: Subject) -> Measured:
             stage = subject.stage
             try:
                 subject.enter("prepare")
-                run = make()  # with gradients: some models are trained when they are made
+                run = make()  # with gradients: some models are trained in construction
                 if run is not None:
                     subject.enter("run the model" if arm == EAGER else f"time {arm}")
                     with torch.no_grad():
                         run()
                         runs[arm], memory[arm] = run, peak_mb(run, subject.device)
-            except Exception as error:  # whatever a pass makes of a model
+            except Exception as error:  # a pass may raise anything
                 if arm in (EAGER, CAPTURED, AGAIN) or isinstance(error, MemoryError | torch.OutOfMemoryError):
                     raise
                 failed[arm] = subject.stage.replace(f"transform {arm}", "transform"), error_text(error)
@@ -114,7 +114,7 @@ def measure(subject: Subject) -> Measured:
 
 
 def _arms(subject: Subject) -> dict[str, Callable[[], Callable[[], object] | None]]:
-    """The functions that make the run of each arm; one gives `None` where its pipeline finds nothing to rewrite."""
+    """The functions that prepare each arm; they return None if the pipeline finds nothing to rewrite."""
     dtype = subject.own
     inputs = subject.inputs(dtype)
 

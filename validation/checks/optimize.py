@@ -21,13 +21,13 @@ from ..timing import timing
 from ..zoo.plan import OPTIMIZED
 
 MOST_ERROR = {"float32": 1e-3, "bfloat16": 0.1, "int8": 0.1}
-"""The limit of the relative error of each precision, by the norm of an output."""
+"""The limit of the relative error for each precision, relative to the norm of an output."""
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """Compare an optimized model with the model, on the inputs and on their rows in another order, and report its speed-up.
+    """Compare the optimized with the eager model, on the inputs and on their rows in reverse order; report the speed-up.
 
-    A model without a graph passes, since it computes what the model computes; its reason says why there is none.
+    A model without a graph passes, because it falls back to eager; the reason says why it has no graph.
     """
     options, dtype = OPTIMIZED[pipeline[0]], subject.own
     precision = options.get("precision", "float32")
@@ -38,7 +38,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         _in_this_process(options),
         timing() as others,
         torch.no_grad(),
-        warnings.catch_warnings(action="ignore", category=FallbackWarning),  # the reason says the same
+        warnings.catch_warnings(action="ignore", category=FallbackWarning),  # the reason has the same text
     ):
         fast: Any = fxopt.optimize(model, kwargs=inputs, **options)
         report = fast.report[-1]
@@ -46,13 +46,13 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
             with subject.entering("run the model"):
                 expected = subject.run(model, dtype, given)
             actual = subject.run(fast, dtype, given)
-            compare(expected, actual)  # raises where the structures differ
+            compare(expected, actual)  # raises if the structures differ
             measured["cosine"] = min(measured["cosine"], cosine_similarity(expected, actual))
             measured["relative_error"] = max(measured["relative_error"], norm_error(expected, actual))
     unfit = "; ".join(f"{name} is not used: {why}" for name, why in report.engines.items())
     if said := report.reason or report.unused or unfit:
         subject.facts[EAGER] = said
-    # Where the graph is not used, the model itself runs.
+    # If the graph is not used, the call falls back to eager.
     measured["latency_ratio"] = 1.0 if report.reason or not report.speedup else 1 / report.speedup
     measured |= {"latency_ready_s": report.seconds, BUSY: 100 * others.cores()}
     with subject.entering("compare"):
@@ -64,9 +64,9 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
 
 
 def _in_this_process(options: Mapping[str, Any]) -> Any:
-    """Have inductor compile in this process: workers of its own would still start while the next case is timed."""
+    """Make inductor compile in this process: its worker processes would still start while the next case is timed."""
     if options.get("engine") != "inductor":
         return contextlib.nullcontext()
-    from torch._inductor import config  # only here: it takes a second
+    from torch._inductor import config  # imported here because the import takes a second
 
     return cast(Any, config).patch(compile_threads=1)

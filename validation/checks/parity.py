@@ -10,7 +10,7 @@ from ..records import Finding, Outcome
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """Compare the model, run eagerly, with its captured graph, in float64 and in its dtype; of all sizes if it says so."""
+    """Compare the eager model with its captured graph, in float64 and in its dtype; for all sizes if the entry says so."""
     captured = subject.captured(subject.wide)
     subject.measurements |= {
         "nodes": len(captured.graph.graph.nodes),
@@ -19,7 +19,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
     if not subject.entry.given:
         subject.facts |= {"captured": captured.way.name, "refusal": captured.refusal}
     finding = judge_graph(subject, subject.traced)
-    # The first capture of a process imports what others find there.
+    # The first capture of a process imports modules that the second one finds.
     seconds = [subject.captured(dtype).seconds for dtype in (subject.wide, subject.own)]
     subject.measurements["trace_seconds"] = min(seconds)
     tried = not subject.entry.sizes_are_free or SIZES in subject.oracle(subject.own).probes

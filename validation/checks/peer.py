@@ -16,7 +16,7 @@ from ..zoo.build import free_sizes
 
 @torch.no_grad()
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """Export with free sizes, else with fixed ones: `right`, `wrong` or `failed` at the sizes of the inputs."""
+    """Export with dynamic sizes, otherwise with static ones: `right`, `wrong` or `failed` at the sizes of the inputs."""
     dtype, reason = subject.wide, ""
     model = subject.model(dtype)
     expected = subject.run(model, dtype)
@@ -27,7 +27,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
             exported = torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False).module()
             seconds = time.process_time() - began
             actual = subject.run(exported, dtype)
-        except Exception as error:  # whatever it raises, it has not captured the model
+        except Exception as error:  # after any error, the model is not captured
             reason = reason or one_line(error_text(error))
             continue
         found = difference(expected, actual, subject.rtol)

@@ -12,7 +12,7 @@ from ..records import NOTHING, Finding, Outcome
 
 
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """Compare all of the graph before and after: undone by the pipeline's reverse, and by `undo`."""
+    """Compare the whole graph before a pipeline and after its undo, by the pipeline's reverse and by `undo`."""
     dtype, values = subject.dtype_of(pipeline), 0
     if not subject.rewritten(pipeline, dtype).sites:
         return NOTHING

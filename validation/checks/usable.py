@@ -23,24 +23,24 @@ from ..judging.subject import Subject
 from ..records import NOTHING, Finding, Outcome, one_line
 
 ROUNDING = 64
-"""How many units of rounding of the largest value the sums of other kernels may be off, behind some tens of layers.
+"""The largest accepted difference of other kernels' sums after tens of layers, in rounding units of the largest value.
 
-The unit is that of the narrowest dtype that a module computes in.
+The unit is the epsilon of the narrowest dtype that a module computes in.
 """
 
 Inputs = Mapping[str, Tensor]
 Way = Callable[[nn.Module, Inputs], nn.Module]
-"""Makes another module of one, which computes the same. Raises what it raises; `AssertionError` for what is wrong."""
+"""Makes an equivalent module from a module and inputs. May raise anything; `AssertionError` for wrong results."""
 
 
 @torch.no_grad()
 def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
-    """Copy, pickle, save, move and reload the graph; without passes and of full pipelines, compile and export it too.
+    """Copy, pickle, save, move and reload the graph; without passes and for full pipelines, compile and export it too.
 
-    Bit for bit, but for torch's own: under `torch.compile` and `torch.export` packed layers run the public operators,
-    whose sums round in another order.
+    Outputs must be equal bit for bit, except after `torch.compile` and `torch.export`: there, packed layers run the public
+    operators, whose sums round in another order.
 
-    What the model cannot, or the captured graph, is not asked of what was made of it: a fact says so.
+    If the original (the model or the captured graph) fails in the same way, the failure is only reported as a fact.
     """
     dtype = subject.dtype_of(pipeline)
     if pipeline and not subject.rewritten(pipeline, dtype).sites:
@@ -53,7 +53,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
         for name, way in _ways(subject, pipeline).items():
             try:
                 actual = subject.run(way(module, subject.inputs(dtype)), dtype)
-                # What torch makes of a graph may return other containers of the same.
+                # A compiled or exported graph may return other containers.
                 if name in TORCH:
                     unit = max(torch.finfo(dtype).eps, epsilon([*tensors(module).values()]))
                     _compare(dict(leaves(expected)), dict(leaves(actual)), ROUNDING * unit)
@@ -61,7 +61,7 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
                     _compare(expected, actual)
             except MemoryError:
                 raise
-            except Exception as error:  # copying and compiling run the code of every object in a module
+            except Exception as error:  # copying and compiling run the code of all objects in a module
                 excused = not pipeline and isinstance(error, SaveError)  # a model is never saved
                 if excused or _fails(way, origin, subject.inputs(dtype)):
                     subject.facts[f"no_{name}"] = _text(error)
@@ -71,10 +71,10 @@ def check(subject: Subject, pipeline: tuple[str, ...]) -> Finding:
                 used += 1
         try:
             _compare(expected, subject.run(module, dtype))
-            if not pipeline:  # the graph and the model exchange weights
+            if not pipeline:  # the graph and the model can exchange weights
                 traced.load_state_dict(origin.state_dict(), strict=True)
                 origin.load_state_dict(traced.state_dict(), strict=True)
-        except Exception as error:  # such as of a layer whose weights have gone to another device
+        except Exception as error:  # for example, a layer whose weights are on another device
             problems.append(f"what is done with a copy changes the graph itself: {_text(error)}")
     return Finding(Outcome.FAIL if problems else Outcome.PASS, "; ".join(problems), {"ways_used": used})
 
@@ -87,7 +87,7 @@ def _ways(subject: Subject, pipeline: tuple[str, ...]) -> dict[str, Way]:
         "state_dict": _reloaded,
         "to": _moved,
     }
-    # A single pass is in a full pipeline, too; and of a sweep there are hundreds, and torch.export is a case of its own.
+    # A full pipeline covers single passes. A sweep has hundreds of models, and a separate case for torch.export.
     whole = not pipeline or len(subject.members(pipeline)) > 1
     return ways | TORCH if whole and subject.entry.given and len(pipeline) <= 1 else ways
 
@@ -100,12 +100,12 @@ def _saved(module: nn.Module, inputs: Inputs) -> nn.Module:
 
 
 def _reloaded(module: nn.Module, inputs: Inputs) -> nn.Module:
-    """A copy that has lost all that is in its `state_dict`, and got it back."""
+    """A copy whose `state_dict` was set to zero and loaded again."""
     state = {name: value.detach().clone() for name, value in module.state_dict().items()}
     copied = copy.deepcopy(module)
     for value in copied.state_dict().values():
         value.zero_()
-    # Zeros may be no weights, and raise anything; what is kept of them must not outlive them.
+    # A run with zero weights may raise anything; values that it caches must not survive the reload.
     with contextlib.suppress(Exception):
         copied(**{name: value.clone() for name, value in inputs.items()})
     copied.load_state_dict(state)
@@ -113,8 +113,8 @@ def _reloaded(module: nn.Module, inputs: Inputs) -> nn.Module:
 
 
 def _moved(module: nn.Module, inputs: Inputs) -> nn.Module:
-    """The module itself, when copies of it have been to another dtype and device with all their tensors."""
-    with contextlib.suppress(GuardError):  # it holds to its dtype, and says so
+    """Return the module itself, after moving copies of it with all their tensors to another dtype and device."""
+    with contextlib.suppress(GuardError):  # the graph refuses another dtype
         wide = copy.deepcopy(module).to(torch.float64)
         fixed = {f"{n}.value" for n, m in wide.named_modules() if isinstance(m, Constant) and not m.follows}
         for name, tensor in tensors(wide).items():
@@ -135,7 +135,7 @@ def _compiled(module: nn.Module, inputs: Inputs) -> nn.Module:
 def _exported(module: nn.Module, inputs: Inputs) -> nn.Module:
     if isinstance(
         module, GraphModule
-    ):  # torch.export takes keywords of any graph module in the order of its inputs
+    ):  # torch.export requires the keywords of a graph module in the order of its inputs
         names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
         inputs = {name: inputs[name] for name in names if name in inputs}
     return torch.export.export(module, (), dict(inputs), strict=False).module()

@@ -1,1 +1,1 @@
-"""The commands of `fxopt` that are of the harness."""
+"""The commands of `fxopt` that belong to the harness."""

@@ -1,4 +1,4 @@
-"""The commands of `fxopt` that are the harness's; `fxopt.command_line` has the others, and passes these on."""
+"""The commands of `fxopt` that belong to the harness; `fxopt.command_line` has the others, and forwards to these."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Run = Annotated[
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one of these commands and returns its exit status."""
+    """Run one of these commands and return its exit status."""
     try:
         app(list(arguments), prog_name="fxopt")
     except SystemExit as done:
@@ -44,7 +44,7 @@ def report_command(
     run: Run,
     output: Annotated[Path | None, typer.Option(help="Where to write; default: beside the run.")] = None,
 ) -> None:
-    """Writes the Markdown and HTML views of a run, from its table alone."""
+    """Write the Markdown and HTML views of a run, from its table only."""
     with one_line_errors():
         table = store.read_run(run)
         history = max((place / "history" for place in run.resolve().parents[:2]), key=Path.is_dir)
@@ -61,9 +61,9 @@ def compare_command(
     current: Run,
     part: Annotated[bool | None, typer.Option(help=PART)] = None,
 ) -> None:
-    """Says what changed from BASELINE to CURRENT. Exit status: 0, or 1 when something got worse, or 2 for a mistake.
+    """Report the changes from BASELINE to CURRENT. Exit status: 0, or 1 if something got worse, or 2 for a mistake.
 
-    `docs/files.md` says what is worse. Latencies are judged over many runs, in the report and by `fxopt history`.
+    `docs/files.md` defines what counts as worse. Latencies are judged over many runs, in the report and by `fxopt history`.
     """
     with one_line_errors():
         old, new = store.read_run(baseline), store.read_run(current)
@@ -90,7 +90,7 @@ REPORTS = typer.Option(help="The folder of reports: latest/, and history/ of who
 
 @app.command("merge")
 def merge_command(runs: Annotated[list[Path], PARTS], output: Annotated[Path, REPORTS]) -> None:
-    """Joins runs by case, the later row in the place of the earlier; merging the same again changes nothing."""
+    """Join runs by case; later rows replace earlier ones. Merging the same runs again changes nothing."""
     with one_line_errors():
         table = store.merge([store.read_table(run) for run in runs])
         written = report.write_run(table, output)
@@ -104,10 +104,10 @@ def accept_command(
     current: Annotated[Path, typer.Option(help="The run that has the change.")] = Path("reports/latest"),
     baseline: Annotated[Path, typer.Option(help="The run to compare with.")] = Path("reports/baseline"),
 ) -> None:
-    """Expects of a case or a model, from now on, what it did in CURRENT: these rows take the place of those in BASELINE.
+    """Accept what a case or a model did in CURRENT: its rows replace those in BASELINE.
 
-    A case that CURRENT does not have is expected no more. One that fails is refused: known_failures of the zoo is the
-    place for it, with its check, pipeline and reason.
+    Cases that CURRENT lacks are removed from BASELINE. A case that fails is refused: add it to known_failures of the zoo,
+    with its check, pipeline and reason.
     """
     with one_line_errors():
         store.accept(name, reason, current, baseline)
@@ -119,9 +119,9 @@ def baseline_command(
     run: Run,
     directory: Annotated[Path, typer.Option(help="Where baselines are kept.")] = Path("reports/baseline"),
 ) -> None:
-    """Makes a run the one that others are compared with; refuses a part, and one in which cases failed, unless it is a sweep.
+    """Make a run the baseline; refuse a partial run, and a run with failed cases unless it is a sweep.
 
-    The baseline of a sweep says what is captured and what is not: it is kept with its page.
+    The baseline of a sweep lists the models that are captured and those that are not; it is kept with its page.
     """
     with one_line_errors():
         rows = store.merge([store.read_table(run)])
@@ -148,7 +148,7 @@ def history_command(
     directory: Annotated[Path, typer.Argument(help="The directory with one Parquet file a run.")],
     case: Annotated[str, typer.Option(help="Follow one case, by its id.")] = "",
 ) -> None:
-    """One line a run, oldest first, and latencies that changed for good; with --case, one case run by run."""
+    """List one line a run, oldest first, and lasting changes of latencies; with --case, one case run by run."""
     with one_line_errors():
         table = store.history(directory)
         lines = trend.follow(table, case) if case else trend.runs(table)
@@ -162,7 +162,7 @@ def history_command(
 
 
 def _beside(run: Path) -> Path:
-    """Where the views of a run belong: a run of the history, among others, has a directory of its own."""
+    """The directory for the views of a run: a run in the history, next to others, has its own directory."""
     if run.is_dir():
         return run
     return run.parent if run.name == "records.parquet" else run.with_suffix("")

@@ -1,4 +1,4 @@
-"""How commands talk: tables, and one line for what the user can mend."""
+"""Output of commands: tables, and one line for an error that the user can fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxopt.errors import FxoptError
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """A wrong file or name is the user's to mend: one line on stderr, exit status 2."""
+    """Report errors that the user can fix, such as a wrong file or name, as one line on stderr with exit status 2."""
     with warnings.catch_warnings(record=True) as caught:
         try:
             yield

@@ -10,7 +10,7 @@ import typer
 from pytest_fxopt import OPTIONS
 
 EVERYTHING_ELSE = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""All that is no option of the command goes to pytest."""
+"""Arguments that are not options of the command go to pytest."""
 
 STATUS = {
     pytest.ExitCode.INTERRUPTED: (
@@ -20,7 +20,7 @@ STATUS = {
     pytest.ExitCode.USAGE_ERROR: (2, ""),
     pytest.ExitCode.NO_TESTS_COLLECTED: (2, "no case is chosen: --collect-only lists them"),
 }
-"""The exit statuses that pytest's become, with what to say; the others stay."""
+"""Replacements for exit statuses of pytest, each with a message; other statuses stay."""
 
 
 _LINES = (f"--{name} " + f"{how.get('metavar', '')}  {how['help']}".strip() for name, how in OPTIONS.items())
@@ -29,18 +29,18 @@ _WITH_VALUE = "|".join(f"--fx-{name}" for name, how in OPTIONS.items() if "const
 
 
 def validate(context: typer.Context) -> None:
-    """Run every case of a zoo: each model with each pass, with pairs, and with all of them.
+    """Run every case of a zoo: each model with each pass, with pairs of passes, and with all passes.
 
-    pytest, and so its messages, has these options with the prefix --fx-. All others go to pytest: -n auto for as many
-    processes as there are cores, -k, -x, --lf, -q. Exit status: 0; 1 when a case fails; 2 for a mistake, also where no
-    case is chosen; 130 when interrupted.
+    pytest and its messages use these options with the prefix --fx-. All other options go to pytest: -n auto for one process
+    a core, -k, -x, --lf, -q. Exit status: 0; 1 if a case fails; 2 for a mistake, or if no case is chosen; 130 if
+    interrupted.
     """
     given = [re.sub(rf"^--({'|'.join(OPTIONS)})(?=$|=)", r"--fx-\1", each) for each in context.args]
-    # By itself, pytest would take a value that names a folder for the root of its configuration.
+    # Join options and values with `=`: otherwise pytest uses a value that names a folder as its root.
     for place in reversed(range(len(given) - 1)):
         if re.fullmatch(_WITH_VALUE, given[place]):
             given[place : place + 2] = [f"{given[place]}={given[place + 1]}"]
-    # This process has imported fxopt already, so pytest cannot rewrite its assertions, and need not say so.
+    # This process has imported fxopt already, so pytest cannot rewrite its assertions and would warn.
     quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     arguments = [*quiet, "-p", "pytest_fxopt", "--pyargs", str(__package__).rpartition(".")[0], *given]
     ended = pytest.main(arguments)

@@ -35,7 +35,7 @@ Zoo = Annotated[Path, typer.Argument(help="The zoo file.")]
 
 @zoo_app.command("check")
 def zoo_check_command(zoo: Zoo = Path("model_zoo.yaml")) -> None:
-    """Read a zoo file, and say what is wrong with it and what it plans. Exit status: 0, 1 for mistakes in it, or 2."""
+    """Read a zoo file, and report its mistakes and its plan. Exit status: 0, 1 for mistakes in it, or 2."""
     try:
         entries, passes = load_zoo(zoo)
         if mistakes := unmet(entries, passes, ["cpu", "cuda"]):
@@ -55,9 +55,9 @@ def zoo_sites_command(
     zoo: Zoo = Path("model_zoo.yaml"),
     model: Annotated[list[str] | None, typer.Option(help="Only this, repeatable; default: all.")] = None,
 ) -> None:
-    """Count the sites that each pass rewrites alone in each model, and record them beside the zoo file.
+    """Count the sites that each single pass rewrites in each model, and record them beside the zoo file.
 
-    What cannot be counted, such as in a model whose package is missing, stays as it was recorded.
+    Records that cannot be counted, for example because a package is missing, stay unchanged.
     """
     with one_line_errors():
         entries, passes = load_zoo(zoo)
@@ -76,7 +76,7 @@ def zoo_sites_command(
                 else:
                     failed.append(f"{name} in {entry.name} ({row.outcome}: {row.reason})")
             typer.echo(f"{entry.name}: {len(counts)} passes counted")
-        gc.unfreeze()  # the runner freezes what is imported
+        gc.unfreeze()  # the runner freezes imported objects
         if all(entry.lacks for entry in chosen):
             raise ZooError("nothing is recorded: all these models are left out")
         found = {
@@ -91,7 +91,7 @@ def zoo_sites_command(
 
 
 def captured(zoo: Path, name: str) -> GraphModule:
-    """The graph of an entry of a zoo file. Raises `ZooError`, and what a capture raises."""
+    """The graph of an entry of a zoo file. Raises `ZooError`, and the errors of a capture."""
     entries, passes = load_zoo(zoo)
     return Subject(_named(name, entries, zoo), "cpu", passes).traced(torch.float32)
 

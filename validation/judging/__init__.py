@@ -1,1 +1,1 @@
-"""One model and what pipelines make of it: captured, rewritten, judged; and where and why something is wrong."""
+"""One model and its graphs after pipelines: captured, rewritten and judged, with the reason and place of an error."""

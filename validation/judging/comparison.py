@@ -1,4 +1,4 @@
-"""From the verdict of the oracle on a graph to a finding."""
+"""Converts the oracle's verdict on a graph to a finding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .subject import Subject
 def judge_graph(
     subject: Subject, graph: Callable[[torch.dtype], nn.Module], pipeline: tuple[str, ...] = ()
 ) -> Finding:
-    """Compare the model, run eagerly, with its graph, in float64 and in the dtype of the entry; the grade becomes a fact."""
+    """Compare the eager model with its graph, in float64 and in the dtype of the entry; the grade becomes a fact."""
     dtype = subject.dtype_of(pipeline)
     wide, module, oracle = graph(subject.wide), graph(dtype), subject.oracle(dtype)
     with subject.entering("run the graph"):
@@ -42,7 +42,7 @@ def judge_graph(
 
 
 def difference(expected: object, actual: object, rtol: float) -> str:
-    """How two outputs differ by more than `rtol` of the largest value of a tensor; empty where they do not."""
+    """Describe how two outputs differ by more than `rtol` of the largest value of a tensor; empty if they do not."""
     try:
         found = compare(expected, actual)
     except AssertionError as error:

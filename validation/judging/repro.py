@@ -1,4 +1,4 @@
-"""A failing case as a script of its own, which needs torch, fxopt and the packages of the model and the passes alone; `repro.jinja` is its text."""
+"""A failing case as a separate script, which needs only torch, fxopt and the packages of its model and passes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ..zoo.entry import Entry, factory
 from .subject import FLOOR
 
 FOLDER = "repro"
-"""The folder of the scripts, in a report."""
+"""The folder of the scripts in a report."""
 
 SHOWN = (Check.PARITY, Check.EQUIVALENCE, Check.ACCURACY, Check.ROUND_TRIP)
-"""The checks that a script can show; others are about more than a model and its graph."""
+"""The checks that a script can reproduce; other checks need more than a model and its graph."""
 
 
 def script(case: Case, reason: str, entry: Entry, passes: Sequence[Transformation], limit: float) -> str:
-    """The text of the script: it ends with 0 when the case is right; empty where a pass can be imported from nowhere.
+    """The text of the script, which ends with status 0 if the case is right; empty if a pass cannot be imported.
 
-    `limit` is how far passes that do not preserve the computation may move the outputs.
+    `limit` is the largest accepted change of outputs for passes that do not preserve the computation.
     """
     if case.check not in SHOWN or any("<locals>" in type(each).__qualname__ for each in passes):
         return ""
@@ -58,9 +58,9 @@ def script(case: Case, reason: str, entry: Entry, passes: Sequence[Transformatio
 
 
 def write(records: Iterable[Record], folder: Path, whole: bool) -> list[Path]:
-    """Write the scripts of the cases that failed into a folder, and delete those that are out of date.
+    """Write the scripts of failed cases into a folder, and delete outdated ones.
 
-    Where the records are not `whole`, those of all the cases that there are, the scripts of others stay.
+    If the records are not `whole` (all cases that exist), the scripts of other cases stay.
     """
     scripts = {f"{record.case.id}.py": record.repro for record in records}
     for file in folder.glob("*.py"):
@@ -74,5 +74,5 @@ def write(records: Iterable[Record], folder: Path, whole: bool) -> list[Path]:
 
 
 def portable(text: str) -> str:
-    """The text with the paths of files as they are on every machine: below the package index, or where the run began."""
+    """Make paths in a text independent of the machine: relative to site-packages, or to the current directory."""
     return re.sub(rf"(/[^\s:'\"]+)?/site-packages/|{re.escape(str(Path.cwd()))}/", "", text)

@@ -1,4 +1,4 @@
-"""A copy of a graph after a pipeline, and what shows that the pipeline changed something, or what it must not."""
+"""A copy of a graph after a pipeline, and tests for intended and forbidden changes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Refusals = tuple[tuple[str, str, str], ...]
 class Rewritten:
     """A copy of the graph after a pipeline.
 
-    `sites` is how many sites were rewritten, of a pass alone by `sites_of`. `tampered` names the tensors and modules of the
-    graph it was made from that a pass changed.
+    `sites` is the number of rewritten sites; for a single pass, as counted by `sites_of`. `tampered` names the tensors and
+    modules of the original graph that a pass changed.
     """
 
     module: GraphModule
@@ -35,9 +35,9 @@ class Rewritten:
 
 
 def rewrite(traced: GraphModule, passes: Sequence[Transformation]) -> Rewritten:
-    """Apply passes to a copy of a graph, several as users do: composed."""
+    """Apply passes to a copy of a graph; several passes are composed, as users do."""
     module = copy.deepcopy(traced)
-    # Keeps the objects of the copy, as the model of a user would: a pass may replace them, not change them.
+    # Keep the copy's objects, as a user's model would: a pass may replace them, but must not change them.
     kept = {name: (part, _members(part)) for name, part in module.named_modules()}
     if len(passes) == 1:
         module = passes[0](module)
@@ -49,14 +49,14 @@ def rewrite(traced: GraphModule, passes: Sequence[Transformation]) -> Rewritten:
 
 
 class Explained(NamedTuple):
-    """The refusals of a pass in a graph, as (pass, node, reason), and the places of its sites."""
+    """The refusals of a pass in a graph, as (pass, node, reason), and the places of its sites as text."""
 
     refusals: Refusals = ()
     places: tuple[str, ...] = ()
 
 
 def explained(traced: GraphModule, name: str, pass_: Transformation) -> Explained:
-    """Explain a pass; one that only has `transform` explains nothing."""
+    """Explain a pass; a pass with only `transform` has no explanation."""
     if not (explain := getattr(pass_, "explain", None)):
         return Explained()
     module = copy.deepcopy(traced)
@@ -68,14 +68,14 @@ def explained(traced: GraphModule, name: str, pass_: Transformation) -> Explaine
 
 
 def sites_of(pass_: Transformation, before: GraphModule, after: GraphModule) -> int:
-    """How many sites a pass rewrote, as its history says; 1 if it says none, but the graph module is another."""
+    """The number of sites that a pass rewrote according to its history; if none, 1 if the graph module changed."""
     steps = history(after)[len(history(before)) :]
     sites = sum(step.sites for step in steps if step.signature == pass_.signature)
     return sites or int(differ(before, after))
 
 
 def differ(before: GraphModule, after: GraphModule) -> bool:
-    """True if two graph modules differ in nodes, modules, or parameters and buffers, be it in one value."""
+    """True if two graph modules differ in nodes, modules, or any value of parameters and buffers."""
     if fingerprint(before) != fingerprint(after):
         return True
     its = tensors(after)
@@ -83,18 +83,18 @@ def differ(before: GraphModule, after: GraphModule) -> bool:
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module by name, tied ones under each of their names."""
+    """The parameters and buffers of a module by name; tied ones appear under each name."""
     found = (module.named_parameters, module.named_buffers)
     return {name: tensor for named in found for name, tensor in named(remove_duplicate=False)}
 
 
 def _tampered(traced: GraphModule, kept: Mapping[str, tuple[nn.Module, dict[str, object]]]) -> Iterator[str]:
-    """Name what differs between the modules and tensors of the graph and those of its copy, which a pipeline has had."""
+    """Name the differences between the graph's modules and tensors and those of the copy that a pipeline rewrote."""
     for name, (module, members) in kept.items():
         origin, now = traced.get_submodule(name), _members(module)
         yield from differences(name, _members(origin), members)
         if isinstance(module, GraphModule) or type(module) is nn.Module:
-            continue  # the containers are the graph module's own
+            continue  # containers belong to the graph module
         yield from differences(name, *map(_options, (origin, module)))
         yield from (f"{name}.{key}" for key in members | now if members.get(key) is not now.get(key))
 
@@ -105,5 +105,5 @@ def _members(module: nn.Module) -> dict[str, object]:
 
 
 def _options(module: nn.Module) -> dict[str, object]:
-    """All else that a module has."""
+    """The other attributes of a module."""
     return {key: value for key, value in attributes(module).items() if key not in REGISTRIES[:3]}

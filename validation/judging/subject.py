@@ -1,7 +1,7 @@
-"""The subject of cases: a model on a device, its graph, and the graph that a pipeline makes of it.
+"""The subject of cases: a model on a device, its graph, and its graph after a pipeline.
 
-Everything is made when a check first asks for it and kept for the next cases of the same model; the
-rewritten graphs for those of the same pipeline.
+Each object is made when a check first requests it, and kept for the next cases of the same model. Rewritten graphs are kept
+for the next cases of the same pipeline.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from ..zoo.build import Captured, capture, capture_first, ways
 from ..zoo.entry import Entry
 from .rewritten import Explained, Rewritten, explained, rewrite
 
-_MUCH = 2**25  # bytes of weights, of which not many copies shall wait for the garbage collector
+_MUCH = 2**25  # bytes of weights; larger copies must not wait for the garbage collector
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 FLOOR = 8.0
-"""In its own dtype, a graph may be twice as far from float64 as the model, and this many units in the last place
-farther: the model may be exact by chance.
+"""In its own dtype, the error vs float64 of a graph may be twice that of the model, plus this many units in the last
+place: the model may be exact by chance.
 """
 
 UNSTATED = 0.01
-"""The tolerance of a pass that does not preserve the computation and states none."""
+"""The tolerance of a pass that neither preserves the computation nor states a tolerance."""
 
 TIMING = 8.0
-"""The seconds after which the turns of all that is timed of a model end, whether their intervals are narrow or not."""
+"""The seconds after which the timing of one model ends, even if intervals are not narrow."""
 
 ROUNDED, RTOL_FLOAT32 = 1e-6, 1e-5
-"""How well graphs agree, in the place of `RTOL_FLOAT64`, with a model of a sweep in float64 that converts to float32 on
-the way: one unit of float32 of the last bit of float64; and with one that runs in float32 alone.
+"""The tolerances for models of a sweep, in place of `RTOL_FLOAT64`. The first is for a float64 model that converts to float32
+on the way: the last bit of float64 may decide one unit of float32. The second is for a model that only runs in float32.
 """
 
 
 def _kept(make: Callable[Concatenate[Subject, P], T]) -> Callable[Concatenate[Subject, P], T]:
-    """Keep what a method makes, by its arguments, until the subject forgets it."""
+    """Cache the results of a method, by its arguments, until the subject forgets them."""
 
     @functools.wraps(make)
     def get(subject: Subject, /, *key: P.args, **named: P.kwargs) -> T:
@@ -69,10 +69,10 @@ def _kept(make: Callable[Concatenate[Subject, P], T]) -> Callable[Concatenate[Su
 
 @dataclasses.dataclass(eq=False)
 class Subject:
-    """A model of a zoo on a device; `entered` is told the name of each stage that begins, `timing` is as in `TIMING`.
+    """A model of a zoo on a device; `entered` is called with each stage that begins; for `timing`, see `TIMING`.
 
-    What a check has found so far it may keep in `measurements` and `facts`: the record has it even if the case
-    is thrown out, for example by a time-out. In `timed` is what was measured of all pipelines at once.
+    A check may store intermediate findings in `measurements` and `facts`: they are recorded even if the case is aborted,
+    for example by a time-out. `timed` has the measurements of all pipelines at once.
     """
 
     entry: Entry
@@ -90,19 +90,19 @@ class Subject:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of all that was made: after a failure it may be half made, and its memory is needed."""
+        """Drop all cached objects: after a failure they may be incomplete, and their memory is needed."""
         self._made: dict[str, dict[Any, Any]] = {}
 
     @contextlib.contextmanager
     def entering(self, stage: str) -> Iterator[None]:
-        """Marks what happens in the block as a stage; after an error, the stage stays."""
+        """Mark the block as a stage; after an error, the stage stays."""
         before = self.stage
         self.enter(stage)
         yield
         self.enter(before)
 
     def enter(self, stage: str) -> None:
-        """Begin `stage`: all that happens from here on belongs to it."""
+        """Begin `stage`: everything that follows belongs to it."""
         self.stage = stage
         self.entered(stage)
 
@@ -112,24 +112,24 @@ class Subject:
         return getattr(torch, self.entry.dtype)  # type: ignore[no-any-return]
 
     def dtype_of(self, pipeline: tuple[str, ...]) -> torch.dtype:
-        """The dtype in which what a pipeline makes is checked.
+        """The dtype in which the result of a pipeline is checked.
 
-        Of a sweep, with its hundreds of models, what preserves the computation is proved, and no more.
+        In a sweep, with its hundreds of models, exact pipelines are checked only in the dtype `wide`.
         """
         exact = all(pass_.preserves_computation for pass_ in self.members(pipeline))
         return self.wide if exact and pipeline and not self.entry.given else self.own
 
     def most_error(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> float:
-        """How far a pipeline that does not preserve the computation may move an output, relative to its norm.
+        """The largest accepted change of an output by a pipeline that is not exact, relative to the norm of the output.
 
-        The zoo says it of the pipeline in this model, or each of its passes; rounding in `dtype` comes on top.
+        The zoo states it for the pipeline in this model, or each pass states it; rounding in `dtype` is added.
         """
         passes = [pass_ for pass_ in self.members(pipeline) if not pass_.preserves_computation]
         stated = sum(UNSTATED if each.tolerance is None else each.tolerance for each in passes)
         return (self.entry.tolerance(pipeline) or stated) + FLOOR * torch.finfo(dtype).eps
 
     def without_tolerance(self, pipeline: tuple[str, ...]) -> str:
-        """The first pass of a pipeline that may move the outputs, and does not say how far; empty where there is none."""
+        """The first pass of a pipeline that may change the outputs without stating a tolerance; empty if there is none."""
         for name in plan.members(self.entry, pipeline, self.passes):
             pass_ = self.passes[name]
             if not pass_.preserves_computation and pass_.tolerance is None:
@@ -138,18 +138,18 @@ class Subject:
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype in which rewrites are proved right: float64, if the model runs in it."""
+        """The dtype in which rewrites are proved right: float64 if the model runs in float64."""
         return self._judgement()[0]
 
     @property
     def rtol(self) -> float:
-        """How well a right graph agrees with the model there, relative to the largest value of a tensor."""
+        """The tolerance of a right graph in the dtype `wide`, relative to the largest value of a tensor."""
         return self._judgement()[1]
 
     @_kept
     def model(self, dtype: torch.dtype) -> nn.Module:
         """The model, in `dtype`."""
-        with self.entering("load"), torch.enable_grad():  # some models are trained when they are made
+        with self.entering("load"), torch.enable_grad():  # some models are trained in construction
             if dtype != torch.float32:
                 return copy.deepcopy(self.model(torch.float32)).to(dtype)
             return build.build_model(self.entry).to(self.device)
@@ -167,10 +167,10 @@ class Subject:
 
     @_kept
     def oracle(self, dtype: torch.dtype) -> Oracle:
-        """The judge of graphs against the model itself, run eagerly."""
+        """The oracle, which judges graphs against the eager model."""
         model, wide, captured = self.model(dtype), self.model(self.wide), self.traced(dtype)
         captured_wide = None if self.entry.given else self.traced(self.wide)
-        # One of a sweep has run by now: what is wrong from here on is no property of the model.
+        # A model of a sweep has run before: later errors are not the model's.
         with self.entering("run the model" if self.entry.given else "run the graph"):
             return Oracle(
                 model,
@@ -185,22 +185,23 @@ class Subject:
             )
 
     def traced(self, dtype: torch.dtype) -> GraphModule:
-        """The captured graph of the model; it shares its leaves with the model, so rewrite a copy."""
+        """The captured graph of the model. It shares its leaves with the model, so rewrite only a copy."""
         return self.captured(dtype).graph
 
     @_kept
     def captured(self, dtype: torch.dtype) -> Captured:
         """The captured graph, and how it was captured."""
         model, given = self.model(dtype), self.entry.given
-        # One of a sweep is captured in each dtype as it was where it is judged.
+        # A model of a sweep is captured in each dtype in the way that worked in the dtype `wide`.
         first = None if given or dtype == self.wide else self.captured(self.wide).way
-        # As it is run: some forwards read the mode, and random numbers may decide with `specialize=True`.
+        # The same conditions as in a run: some forwards read the mode, and random numbers may decide with
+        # `specialize=True`.
         with self.entering("capture"), torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(0)
             if given:
                 try:
                     return capture(self.entry, model, self.inputs(dtype))
-                except (Exception, SystemExit):  # perhaps of the model itself, which then raises here
+                except (Exception, SystemExit):  # perhaps an error of the model, which then raises here
                     with self.entering("run the model"):
                         self.run(model, dtype)
                     raise
@@ -221,19 +222,19 @@ class Subject:
         if any(name != pipeline for name, _ in others):
             others.clear()
             if sum(parameter.nbytes for parameter in self.model(dtype).parameters()) > _MUCH:
-                gc.collect()  # a graph and its module refer to each other, and hold a copy of the model
+                gc.collect()  # graph and module refer to each other, and hold a model copy
         traced = self.traced(dtype)
         with self.entering("transform"):
             return rewrite(traced, self.members(pipeline))
 
     def explained(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> Explained:
-        """List where the pass of a pipeline of one has its sites, what it leaves alone, and why."""
+        """Explain the pass of a pipeline of one pass: its sites, its refusals, and the reasons."""
         (name,) = plan.members(self.entry, pipeline, self.passes)
         with self.entering("explain"):
             return explained(self.traced(dtype), name, self.passes[name])
 
     def wrong_sites(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> list[str]:
-        """The reasons against the pass of a pipeline of one that running each site by itself gives."""
+        """The verification failures of the pass of a pipeline of one pass, found by running each site by itself."""
         members = self.members(pipeline)
         if len(members) != 1:
             return []
@@ -244,7 +245,7 @@ class Subject:
         return [str(each.message) for each in caught if each.category is VerificationWarning]
 
     def restored(self, pipeline: tuple[str, ...], dtype: torch.dtype) -> Iterator[tuple[str, GraphModule]]:
-        """Copies of the graph with the pipeline applied and undone, in the ways that users have, and their names."""
+        """Copies of the graph after the pipeline and its undo, for each way that users have to undo, with the name of the way."""
         passes = self.members(pipeline)
         whole = passes[0] if len(passes) == 1 else compose(*passes)
         assert isinstance(whole, ReversibleTransformation)
@@ -253,7 +254,7 @@ class Subject:
         with self.entering("reverse"):
             restored = whole(module, reverse=True)
         yield "its reverse", restored
-        if len(pipeline) == 1:  # of a pair, this says no more than of its passes
+        if len(pipeline) == 1:  # for a pair, this adds nothing to its single passes
             module = copy.deepcopy(rewritten)
             with self.entering("reverse"):
                 restored = undo(module, len(history(module)))
@@ -267,7 +268,7 @@ class Subject:
     def _judgement(self) -> tuple[torch.dtype, float]:
         """The dtype in which graphs are judged, and how well they agree there.
 
-        Of a model of a zoo file somebody has said that it runs; of one of a sweep it is seen.
+        A model of a zoo file is known to run in float64; for a model of a sweep, this is tested.
         """
         if self.entry.given:
             return torch.float64, RTOL_FLOAT64
@@ -278,9 +279,9 @@ class Subject:
                 raise ValueError(f"{where} is not finite everywhere, so that nothing would be proved")
             try:
                 is_finite = not not_finite(self.run(wide, torch.float64))
-                with _Roundings() as roundings:  # under a mode, layers of torch may compute in other ways
+                with _Roundings() as roundings:  # under a mode, torch layers may compute differently
                     self.run(wide, torch.float64)
-            except Exception:  # it mixes dtypes, whatever that raises
+            except Exception:  # the model mixes dtypes, which may raise anything
                 is_finite = False
         if not is_finite:
             return own, RTOL_FLOAT32
@@ -289,7 +290,7 @@ class Subject:
 
 
 class _Roundings(TorchFunctionMode):
-    """Finds out whether a model in float64 computes in less on the way."""
+    """Detects whether a float64 model computes in a lower precision on the way."""
 
     found = False
 

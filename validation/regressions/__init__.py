@@ -1,1 +1,1 @@
-"""Changes between two runs and over many, and what is noise in which metric."""
+"""Changes between two runs and over many runs, and the noise of each metric."""

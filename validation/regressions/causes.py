@@ -1,4 +1,4 @@
-"""The causes of regressions: what goes back to one pass, or to one stage of a model, is one line."""
+"""The causes of regressions: all regressions with the same pass, or the same stage of a model, are one line."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ..zoo.plan import ALL, EXACT, OPTIMIZED
 from .compare import LEFT_OUT, VANISHED
 
 Identity = tuple[str, str, str]
-"""A regression by its kind, its case and its metric."""
+"""A regression, identified by its kind, case and metric."""
 
 CAPTURE = {"load": "is not built", "run the model": "does not run", "capture": "is not captured"}
-"""The stages before any pass, and what a model that ends there lacks."""
+"""The stages before any pass, with the text for a model that ends there."""
 
 _SEVERITY = ("outcome", "new failure", "stage", "capture", "error", "limit", "accuracy", "compared", "sites")
-"""The kinds of changes, the worst first; others come after these."""
+"""The kinds of changes, worst first; unlisted kinds come last."""
 
 PASSES = (ALL, EXACT)
-"""The pipelines of many passes, of which one may be the cause."""
+"""The pipelines of many passes, one of which may be the cause."""
 
 _VERDICTS = ("outcome", "new failure", "stage")
 
@@ -40,14 +40,14 @@ _VERBS: dict[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """The regressions that go back to one reason.
+    """The regressions with one common reason.
 
     Attributes:
-        text: what and where, in a sentence.
-        models: that it befell.
-        cases: how many.
-        since: the commits of the last run without it and of the first one with it, or empty.
-        command: runs one of the cases.
+        text: a sentence with the change and its place.
+        models: the affected models.
+        cases: the number of affected cases.
+        since: the commits of the last run without the cause and of the first one with it, or empty.
+        command: a command that runs one of the cases.
         bisects: whether its exit status tells a good commit from a bad one.
     """
 
@@ -65,13 +65,13 @@ def causes(
     before: pd.DataFrame,
     since: Mapping[Identity, str] = {},
 ) -> list[Cause]:
-    """Group the regressions among the changes to a run: one cause a pass, a stage before any pass, or a kind of cost. Failures come first.
+    """Group regressions by cause: a pass, a stage before any pass, or a kind of cost. Failures come first.
 
     Args:
         changes: a table of `compare.compare`.
         table: the run.
-        before: the run that it was compared with, which has the cases that vanished.
-        since: the commits between which each regression came.
+        before: the run that `table` was compared with, which has the cases that vanished.
+        since: the commits between which each regression appeared.
     """
     runs = [run[["id", *_OF_A_CASE]] for run in (before, table)]
     rows = pd.concat(runs).drop_duplicates("id", keep="last").set_index("id")
@@ -84,7 +84,7 @@ def causes(
     for each in ran:
         of_model[each.model].add(each.blamed)
     groups: dict[tuple[str, ...], list[_Change]] = {}
-    # A pass is not to blame where the graph without any pass fails.
+    # A pass is not the cause if the graph without any pass fails.
     verdicts = [each for each in ran if each.kind in _VERDICTS and each.check == Check.PARITY]
     broken = {(each.model, each.device): _key(each, []) for each in verdicts}
     keys: dict[str, tuple[str, ...]] = {}  # by case
@@ -110,7 +110,7 @@ _OF_A_CASE = ["model", "device", "pipeline", "check", "stage", "options"]
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    """A regression of one case, with the columns of `compare.CHANGE`, and what the row of the case has of `_OF_A_CASE`."""
+    """A regression of one case, with the columns of `compare.CHANGE`, and the values of `_OF_A_CASE` for the case."""
 
     kind: str
     id: str
@@ -132,17 +132,17 @@ class _Change:
 
     @property
     def untried(self) -> bool:
-        """True if the case did not run, as others had ended the process of its model."""
+        """True if the case did not run, because others had ended the process of its model."""
         return self.explanation.startswith(UNTRIED)
 
     @property
     def dead(self) -> list[str]:
-        """Of a case that did not run: the cases that had ended the process."""
+        """The cases that ended the process, for a case that did not run."""
         return self.explanation.removeprefix(UNTRIED).strip().split(", ")
 
     @property
     def blamed(self) -> str:
-        """The pipeline that ran where the case ended: the first latency case of a model runs those of all."""
+        """The pipeline that ran when the case ended: the first latency case of a model runs the pipelines of all."""
         stage, _, arm = self.stage.partition(" ")
         if not arm or stage not in ("transform", "time"):
             return self.pipeline
@@ -150,11 +150,11 @@ class _Change:
 
     @property
     def rank(self) -> tuple[int, float, bool, str]:
-        """The worst kind first, then the fewest passes, timed and counted cases last: the first of a group shows its cause best."""
+        """Sort key: the worst kind, then the fewest passes, timed and counted cases last; the first case shows the cause best."""
         passes = math.inf if self.pipeline in PASSES else len(self.pipeline.split("+")) * bool(self.pipeline)
         severity = _SEVERITY.index(self.kind) if self.kind in _SEVERITY else len(_SEVERITY)
         severity += len(_SEVERITY) * self.untried
-        # A wrong output says more than the number of sites that came with it.
+        # A wrong output is more informative than a changed number of sites.
         return severity, passes, self.check in (*TIMED, Check.EFFECT), self.id
 
 
@@ -178,13 +178,13 @@ def _cause(group: Sequence[_Change], since: Mapping[Identity, str], there: Colle
     models = tuple(sorted({each.model for each in group}))
     case = first.dead[0] if first.untried else first.id
     command = AGAIN.format(model=first.model, case=case) + first.options
-    if first.kind == VANISHED:  # perhaps the model plans it no more, or has left the zoo
+    if first.kind == VANISHED:  # perhaps the case is no longer planned, or the model has left the zoo
         runs = command.partition(" -k ")[0] + first.options
-        says = first.model in there or first.explanation.startswith(LEFT_OUT)  # or that it is left out
+        says = first.model in there or first.explanation.startswith(LEFT_OUT)  # the run shows it
         command = runs if says else f"fxopt accept {first.model} --reason ..."
     cases = len({each.id for each in group})
     came = since.get((first.kind, first.id, first.metric), "")
-    came = first.explanation if first.kind == "latency" else came  # it is seen later than it comes
+    came = first.explanation if first.kind == "latency" else came  # it is detected later
     text = one_line(" ".join(_text(first, others, models)))
     if since and first.kind == "new failure":
         text, came = f"New, and fails: {text}", ""
@@ -192,7 +192,7 @@ def _cause(group: Sequence[_Change], since: Mapping[Identity, str], there: Colle
 
 
 def _text(first: _Change, others: Sequence[_Change], models: tuple[str, ...]) -> Iterator[str]:
-    """The sentence: who, what, where, by how much; then the other kinds of changes with the same cause."""
+    """The sentence: pass, change, models and amount; then the other kinds of changes with the same cause."""
     where, what = _named(models), first.blamed.replace("+", " → ") or "The graph"
     if first.pipeline in OPTIMIZED:
         what = _named(tuple(dict.fromkeys(each.pipeline for each in (first, *others))))
@@ -203,7 +203,7 @@ def _text(first: _Change, others: Sequence[_Change], models: tuple[str, ...]) ->
     elif first.lost:
         yield f"{where} {CAPTURE[first.stage]}: {first.explanation.removesuffix(f' in stage {first.stage}')}"
     elif first.kind in _VERDICTS:
-        reason = first.explanation.partition("; ")[0]  # the table of failures has all of it
+        reason = first.explanation.partition("; ")[0]  # the table of failures has the full text
         yield f"{what} {_VERBS.get(first.after, 'got worse')} in {where}: {reason}"
     else:
         change = " → ".join(filter(None, (first.before, first.after)))

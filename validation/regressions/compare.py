@@ -1,4 +1,4 @@
-"""The changes between two runs, and those among them that are worse: for tracking from night to night."""
+"""The changes between two runs, and which of them are regressions: for tracking from night to night."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ CHANGE = ["regression", "kind", "id", "metric", "before", "after", "explanation"
 Change = tuple[bool, str, object, str, str, str, str]
 
 VANISHED = "vanished"
-"""The kind of change of a case that the later run does not have."""
+"""The kind of change for a case that the later run does not have."""
 
 LEFT_OUT = "left out: "
-"""How the explanation begins of a case whose model lacks a package."""
+"""The start of the explanation for a case whose model lacks a package."""
 
 MACHINE = ["device_name", "threads"]
-"""The columns that tell machines apart."""
+"""The columns that identify a machine."""
 
 
 def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool | None = None) -> pd.DataFrame:
     """The changes from one run (a table of `store.read_run`) to a later one, regressions first.
 
-    A regression is: a case that passed and does not now, or that fails and did not before, be it for being new; a
-    case that has vanished and was no no-op, unless the later run was of a `part` (by default, one of which planned cases did not run); one that fails in an
-    earlier stage, or a capture that asks for more; a metric that got worse by more
-    than its noise (`validation.regressions.metric`), each judged by itself, or that a case with the same outcome has no more. The opposite
-    changes are rows too, with `regression` False. What depends on the machine is compared on the same one alone, so are
-    the sites of passes that pick kernels, and no metric is compared between cases of another definition. Latencies are
-    judged over many runs (`trend.latencies`); times count for models that were not timed on a busy machine.
+    A regression is one of these changes:
+    - A case passed before and no longer does, or it fails and did not fail before, or it fails and is new.
+    - A case that was not a no-op vanished; this does not count if the later run is a `part` (default: if planned cases lack).
+    - A case ends in an earlier stage, or its capture needs other options.
+    - A metric got worse by more than its noise (`validation.regressions.metric`), or is missing despite the same outcome.
 
-    Returns one row a change, with the columns of `CHANGE`; no rows when nothing changed.
+    Other changes are rows with `regression` False. Metrics that depend on the machine, and sites of passes that pick kernels,
+    are only compared on the same machine. No metric is compared between different definitions of a case. Latencies are
+    judged over many runs (`trend.latencies`); times of models that were timed on a busy machine do not count.
+
+    Returns one row a change, with the columns of `CHANGE`; no rows if nothing changed.
     """
     before, after = (
         table.drop_duplicates("id", keep="last").set_index("id", drop=False) for table in (baseline, current)
@@ -61,13 +63,13 @@ def compare(baseline: pd.DataFrame, current: pd.DataFrame, *, part: bool | None 
 
 
 def _population(before: pd.DataFrame, after: pd.DataFrame) -> Iterator[Change]:
-    """Cases that only one of the runs has; new ones that do not fail are one change a model."""
+    """Cases that only one of the runs has; new cases that do not fail are one change for each model."""
     new = after.loc[after.index.difference(before.index)]
     failing = new["outcome"].isin(FAILING)
     for case, outcome, reason in new.loc[failing, ["outcome", "reason"]].itertuples(name=None):
         yield True, "new failure", case, "", "none", outcome, reason
     gone = before.loc[before.index.difference(after.index)]
-    idle = gone["outcome"] == Outcome.NO_OP  # of passes without a site, which recorded sites leave out
+    idle = gone["outcome"] == Outcome.NO_OP  # recorded sites leave out such cases
     lacking = dict(re.findall(r"(\S+) \((.*?)\)", left_out(after)))
     for case, outcome, model in gone.loc[~idle, ["outcome", "model"]].itertuples(name=None):
         why = (
@@ -104,14 +106,14 @@ def _outcomes(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[Change]:
 
 
 def _captures(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[Change]:
-    """Of a sweep, how a model was captured."""
+    """Changes in how a model of a sweep was captured."""
     for case, was, now in zip(new.index, _text(old, "captured"), _text(new, "captured"), strict=True):
         if was and now and was != now:
             yield was == DEFAULT, "captured", case, "", was, now, f"{was} became {now}"
 
 
 def _measurements(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[Change]:
-    """Each metric by itself."""
+    """Changes of metrics, each judged separately."""
     ended_alike = (old["outcome"] == new["outcome"]).to_numpy()
     has = measurements_of(new)
     for name in measurements_of(old):
@@ -143,8 +145,8 @@ def _comparable(metric: Metric, old: pd.DataFrame, new: pd.DataFrame) -> np.ndar
     if metric.kind == "sites":
         found = same_machine | ((_text(old, KERNELS) == "") & (_text(new, KERNELS) == ""))
     if metric.kind == "error":
-        # A model of a sweep is right or not: its error in units of float32 is the machine's. The error of an optimized model is
-        # zero where a graph was not faster, and eager runs.
+        # A model of a sweep is right or wrong: its error in float32 units depends on the machine. The error of an
+        # optimized model is zero if no graph was faster and the call falls back to eager.
         graph = (_text(old, EAGER) == "") & (_text(new, EAGER) == "")
         found = (_text(new, SOURCE) == "") & graph
     if metric.kind == "time":
@@ -166,5 +168,5 @@ def _change(name: str, metric: Metric, was: float, now: float) -> str:
 
 
 def _text(table: pd.DataFrame, name: str) -> pd.Series[str]:
-    """A column of words, empty where the table has none."""
+    """A column of text, empty if the table does not have it."""
     return table[name].fillna("") if name in table else pd.Series("", table.index)

@@ -1,4 +1,4 @@
-"""The metrics: the direction and the noise of what a case measures, by patterns of its name."""
+"""The metrics: better direction and noise of each measurement, by patterns of its name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Metric:
     """A kind of number.
 
     Attributes:
-        kind: the word for it, and for a change of it.
-        better: the direction that is better; a change of what has none is told, and is no regression.
-        factor: a change by more than this factor is no noise.
-        difference: so is one by more than this, which stands in place of the factor where it is given.
-        floor: all below it is equal to it.
-        machine: whether it depends on the machine: it is compared on the same machine with the same threads alone.
+        kind: the name of this kind, and of a change of it.
+        better: the better direction; if empty, a change is reported but is not a regression.
+        factor: a change by more than this factor is not noise.
+        difference: a change by more than this amount is not noise; if given, it replaces the factor.
+        floor: smaller values count as this value.
+        machine: if True, values are only compared on the same machine with the same threads.
         text: the meaning.
 
     Example:
@@ -38,7 +38,7 @@ class Metric:
     text: str = ""
 
     def changed(self, was: float, now: float) -> int:
-        """1 for worse, -1 for better or merely other, 0 for noise; what became infinite is worse or better, too."""
+        """Return 1 for worse, -1 for better or merely different, 0 for noise; a change to infinity counts as a change."""
         if was == now or math.isnan(was) or math.isnan(now):
             return 0
         if self.difference is not None:
@@ -52,37 +52,38 @@ class Metric:
 
 
 EAGER = "eager"
-"""The fact that says why `optimize` made no graph, or why the graph does not compute in the precision."""
+"""The fact with the reason why `optimize` made no graph, or why the graph does not compute in the precision."""
 
 KERNELS = "kernels"
-"""The fact in which a case names the kernels that its passes picked: which there are, the machine decides."""
+"""The fact that names the kernels that the passes of a case picked; the available kernels depend on the machine."""
 
 
 BUSY, MOST_BUSY = "busy_percent", 10.0
-"""The part of a core that other processes took while latencies were measured, and the most at which these count."""
+"""The percentage of a core that other processes used during timing, and the maximum at which latencies count."""
 
 UNKNOWN = Metric("undeclared", factor=1.1)
-"""A measurement that no pattern knows: its changes are told, and that nobody has said whether they are good."""
+"""A measurement that no pattern matches: its changes are reported, and that its better direction is not declared."""
 
 _CONTEXT = functools.partial(Metric, "context", factor=math.inf)
 _TIME = functools.partial(Metric, "time", "lower", factor=2, machine=True)
 
 METRICS: dict[str, Metric] = {
-    # The model's own, whatever passes make of it.
+    # The error of the model itself, which passes do not affect.
     "*_error_original*": Metric(
         "error", factor=math.inf, text="the error of the eager model against float64"
     ),
-    # Below the floor it is rounding in float64.
+    # Below the floor, errors are rounding in float64.
     "*_error*": Metric(
         "error", "lower", factor=10, floor=1e-12, text="the error of outputs, held against `tolerance`"
     ),
     "tolerance*": Metric("limit", "lower", factor=10, text="the limit of the error"),
     "agreement*": Metric("accuracy", "higher", difference=0.02, text="the share of equal predictions"),
-    # Below 0.99 its check fails.
+    # Below 0.99, the check fails.
     "cosine*": Metric(
         "accuracy", "higher", difference=1e-3, text="the cosine of outputs with those of the model"
     ),
-    # Two runs prove nothing: of the same code, ratios differ by ten times their intervals. `trend.latencies` judges many.
+    # Two runs prove nothing: for the same code, ratios differ by ten times their intervals. `trend.latencies` judges many
+    # runs.
     "latency_*": _CONTEXT(text="latencies, judged over several runs (below)"),
     "busy_percent": _CONTEXT(text="the part of a core that other processes used while timing"),
     "apply_seconds": _TIME(floor=0.1, text="seconds, to apply a pass: the shorter of two runs"),
@@ -103,7 +104,7 @@ METRICS: dict[str, Metric] = {
     "nodes*": Metric("size", factor=1.1, text="the nodes of the graph"),
     "timing_threads": _CONTEXT(text="the threads of a timed run, in older files"),
 }
-"""The metrics by the patterns of names; the first that fits counts."""
+"""The metrics by patterns of names; the first matching pattern counts."""
 
 
 @functools.cache

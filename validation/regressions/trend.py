@@ -1,4 +1,4 @@
-"""Many runs in a row: one line a run, one case over time, and latencies that changed for good."""
+"""Many successive runs: one line a run, one case over time, and lasting changes of latencies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LATENCY = "latency_ratio"
 CHANGED = ["id", "runs", "since", "before", "recent", "change"]
 
 MARGINS = {2: 0.2, 3: 0.12, 5: 0.06}
-"""By how much a latency has to change to count, by the number of runs that have the new one."""
+"""The relative change of a latency that counts, by the number of runs with the new latency."""
 
 SIGMAS = 4.5
 
 FEWEST_BEFORE = 2
-"""How many runs have to have the old latency."""
+"""The number of runs that must have the old latency."""
 
 
 def runs(history: pd.DataFrame) -> pd.DataFrame:
@@ -40,7 +40,7 @@ def runs(history: pd.DataFrame) -> pd.DataFrame:
 
 
 def follow(history: pd.DataFrame, case: str) -> pd.DataFrame:
-    """One case, run by run: its outcome, and what it measured; raises `ReportError` for an unknown case."""
+    """Follow one case run by run: its outcome and its measurements. Raises `ReportError` for an unknown case."""
     rows = history[history["id"] == case]
     if rows.empty:
         raise ReportError(f"no run in this history has a case {case!r}")
@@ -49,16 +49,17 @@ def follow(history: pd.DataFrame, case: str) -> pd.DataFrame:
 
 
 def latencies(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """The cases whose latency, as a ratio to that of the graph in the same run, changed for good: one row a case.
+    """The cases whose latency (the ratio to the graph's in the same run) changed for good: one row a case.
 
-    Of the runs, oldest first, those count for a case that the last one's machine, threads and definition of the case fit,
-    and in which the machine was not busy. A latency changed in a run if, from that run on, the interval of each run lies
-    beyond four fifths of those before, and the medians of the runs from it on and before it differ by more than `MARGINS`
-    and by `SIGMAS` standard errors: a large change counts from the second run on, a small one from the fifth. How far runs
-    of one case differ is the median of all cases, or its own if that is more. One run alone proves nothing.
+    The runs are given oldest first. A run counts for a case if its machine was idle, and if machine, threads and definition
+    of the case are those of the last run. A latency changed in a run if two conditions hold. From that run on, the interval
+    of each run is beyond four fifths of the intervals before. The medians from that run on and before it differ by more
+    than `MARGINS` and by `SIGMAS` standard errors. So a large change counts from the second run on, a small one from the
+    fifth. The standard deviation between runs is the median over all cases, or that of the case if larger. A single run
+    proves nothing.
 
     Returns:
-        A table with the columns of `CHANGED`: a positive change is slower, and `since` is the first run that has it.
+        A table with the columns of `CHANGED`: a positive change is slower, and `since` is the first run with the change.
     """
     having = [table for table in tables if LATENCY in table]
     if not having:
@@ -81,7 +82,7 @@ def latencies(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _idle(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows with a latency that was measured on an idle machine; runs that do not say how busy it was count."""
+    """The rows with a latency measured on an idle machine; rows that do not state the load count too."""
     busy = table[BUSY] if BUSY in table else pd.Series(0.0, table.index)
     columns = ["id", "run", "started", "device_name", "threads", "content"]
     chosen = table[table[LATENCY].notna() & ~(busy > MOST_BUSY)]
@@ -93,13 +94,13 @@ def _idle(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _spread(values: np.ndarray) -> float:
-    """The relative standard deviation of runs, from the differences of successive ones, of which few may be changes."""
+    """The relative standard deviation of runs, from differences of successive runs, few of which are real changes."""
     steps = np.abs(np.diff(np.log(values)))
     return 1.4826 * float(np.median(steps)) / math.sqrt(2) if len(steps) else 0.0
 
 
 def _change(group: pd.DataFrame, spread: float) -> tuple[Any, ...] | None:
-    """Since which run one case has another latency, with the medians before and since; None where it has not."""
+    """The first run with another latency of one case, and the medians before and since; None if there is no change."""
     values, low, high = (group[name].to_numpy(float) for name in ("value", "low", "high"))
     best: tuple[Any, ...] | None = None
     for at in range(FEWEST_BEFORE, len(values) - min(MARGINS) + 1):

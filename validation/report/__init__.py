@@ -1,4 +1,4 @@
-"""Reports: what a run shows. `write_run` is called once, at the end of a run, with its table."""
+"""Reports: the views of a run. `write_run` is called once, at the end of a run, with its table."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ T = TypeVar("T")
 MOST_CAUSES = 20
 
 PAGES = ("summary.md", "report.html", "architectures.md")
-"""The pages of a run, and that of a sweep."""
+"""The pages of a run, and the page of a sweep."""
 
 
 @dataclasses.dataclass
 class Written:
-    """The files that were written, a line for each that could not be, and what the views say of the runs before."""
+    """The written files, a line for each file that could not be written, and the changes since earlier runs."""
 
     files: list[Path] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
     since: headline.Since | None = None  # what changed
     directory: Path = Path()  # of the table and its views
-    stays: str = ""  # why the last run stays, and where this part is
+    stays: str = ""  # why `latest` stays unchanged, and where this part is
 
     def attempt(self, what: Path, write: Callable[[], T]) -> T | None:
-        """Whatever goes wrong with one file is no reason to lose the others."""
+        """Write one file; if this fails, note the problem and go on with the other files."""
         try:
             made = write()
-        except Exception as error:  # a full disk, a plotting library, a value that nobody thought of
+        except Exception as error:  # a full disk, a plotting library, an unexpected value
             self.problems.append(f"{what}: not written: {error_text(error)}")
             return None
         self.files += [made] if isinstance(made, Path) else []
@@ -49,11 +49,12 @@ class Written:
 
 
 def write_run(table: pa.Table, directory: Path, planned: Collection[str] | None = None) -> Written:
-    """Adds a run to `directory/history` and makes it `directory/latest`: its table first, then the views of it.
+    """Add a run to `directory/history` and make it `directory/latest`: first its table, then the views.
 
-    A run of a part stays out of the history, and takes the place of its own cases in `latest` alone; others stay there
-    that are still `planned`, or all where that is not known. Parts of another commit, other versions or another zoo gather in
-    `directory/part` until they are a whole run, which takes their place, and `latest` stays. A sweep has a directory of its own, `directory/architectures`, in the place of `latest`.
+    A partial run is not added to the history, and replaces only its own cases in `latest`. Other cases stay if they are
+    still `planned`, or all stay if `planned` is None. Parts of another commit, other versions or another zoo gather in
+    `directory/part`, and `latest` stays, until the parts are a whole run, which replaces `latest`. A sweep uses
+    `directory/architectures` in place of `latest`.
     """
     written, frame, history = Written(), table.to_pandas(), directory / "history"
     latest = directory / ("architectures" if headline.is_sweep(frame) else "latest")
@@ -65,14 +66,14 @@ def write_run(table: pa.Table, directory: Path, planned: Collection[str] | None 
             table = table.filter(pc.is_in(table["id"], pa.array(sorted(planned), pa.string())))
     written.directory = latest
     file, part = written.attempt(latest, lambda: store.write_table(table, latest)), directory / "part"
-    with contextlib.suppress(store.ReportError):  # mostly there is none
+    with contextlib.suppress(store.ReportError):  # usually there is no such file
         if file and latest != part and {*store.read_run(part)["run"]} <= {*table["run"].to_pylist()}:
-            shutil.rmtree(part, ignore_errors=True)  # it shows a run as it was when it was cut
+            shutil.rmtree(part, ignore_errors=True)  # it is an older state of this run
     return write_views(table.to_pandas(), latest, history, written)
 
 
 def _with_earlier(written: Written, table: pa.Table, latest: Path, part: Path) -> tuple[pa.Table, Path]:
-    """A part with the rows of the run that it belongs to, and the folder for them."""
+    """Join a part with the rows of the run that it belongs to; return the table and its folder."""
     for place in (latest, part):
         if not store.file_of(place).is_file():
             return table, place
@@ -86,16 +87,16 @@ def _with_earlier(written: Written, table: pa.Table, latest: Path, part: Path) -
             return joined, place
         written.stays = ""
         return joined, latest
-    return table, part  # whose run is yet another one
+    return table, part  # the parts in both folders are of other runs
 
 
 def write_views(
     table: pd.DataFrame, directory: Path, history: Path | None = None, written: Written | None = None
 ) -> Written:
-    """Writes every Markdown and HTML view of a run (a table of `store.read_run`), each by itself.
+    """Write every Markdown and HTML view of a run (a table of `store.read_run`), each independently of the others.
 
-    They say what changed since the last good run before it in `history`; that is where it is beside `directory`, if it is not
-    given. A view that cannot be made is deleted, for it would show another run.
+    The views show the changes since the last good run before it in `history` (default: the folder next to `directory`). A
+    view that cannot be made is deleted, because it would show another run.
     """
     written, history = written or Written(), history or directory.parent / "history"
     since = written.attempt(history, lambda: headline.since(table, *headline.earlier(table, history)))
@@ -126,8 +127,8 @@ def _write(file: Path, view: Callable[[], str]) -> Path:
 
 
 def terminal_summary(table: pd.DataFrame, written: Written) -> str:
-    """The causes of regressions or failures, the pages, and last what the run found, as plain text."""
-    # Those of a part are its own: the views also hold what was not run again.
+    """The causes of regressions or failures, the pages, and finally the verdict of the run, as plain text."""
+    # For a part, only the causes in the part itself; the views also contain cases that were not run again.
     whole = None if store.missing(table) else written.since
     told = worse_lines(whole or headline.since(table, []))
     numbers = architectures.summary(table).to_string(index=False) if headline.is_sweep(table) else ""

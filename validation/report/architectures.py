@@ -1,4 +1,4 @@
-"""The page of a sweep: how many architectures are captured and right, and a line for each that is not."""
+"""The page of a sweep: how many architectures are captured and right, and a line for each other one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUMBERS = ("forward_runs", "trace_seconds", "peer_seconds")
 
 
 def document(table: pd.DataFrame) -> str:
-    """The page: the numbers, then what is not captured and why, and where `torch.export` fails."""
+    """The page: the numbers, then the architectures that are not captured and why, and the failures of `torch.export`."""
     rows = by_architecture(table)
     verdict = ["architecture", "outcome", "stage", "reason"]
     sections = {
@@ -55,7 +55,7 @@ def document(table: pd.DataFrame) -> str:
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """The numbers of a sweep: how many architectures run, are captured, and what torch.export makes of them."""
+    """The numbers of a sweep: how many architectures run and are captured, and the outcome of torch.export."""
     rows = by_architecture(table)
     ran = rows[rows["runs"]]
     right = ran[ran["right"]]
@@ -84,13 +84,13 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_architecture(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a sweep, one for each case, as one for each architecture, sorted by name.
+    """Group the rows of a sweep, one for each case, to one row for each architecture, sorted by name.
 
-    `outcome`, `stage` and `reason` are those of its worst case, `runs` says whether the model itself does, and `right`
-    whether its graph gives what it gives.
+    `outcome`, `stage` and `reason` come from the worst case. `runs` is whether the eager model runs, and `right` whether
+    its graph gives the same outputs.
     """
     rank = {outcome: place for place, outcome in enumerate(WORST_FIRST)}
-    # What found nothing to rewrite is right; of a model that does not run, parity says why.
+    # No-op cases are right; if a model does not run, the parity case has the reason.
     outcomes = table["outcome"].replace(Outcome.NO_OP, Outcome.PASS)
     parity = table["check"] == Check.PARITY
     silent = parity & (outcomes == Outcome.SKIP)

@@ -1,4 +1,4 @@
-"""A run in a sentence or two: what failed, what was not run and why, and what has changed since the runs before it."""
+"""A run in a sentence or two: failures, cases that were not run and why, and changes since earlier runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..zoo.sources import SOURCE
 
 
 def verdict(table: pd.DataFrame) -> str:
-    """How many of the cases that ran have failed; what was skipped did not run.
+    """The number of cases that ran, and of those that failed; skipped cases did not run.
 
     Example:
         >>> verdict(pd.DataFrame({"outcome": ["pass", "no-op", "skip"]}))
@@ -31,7 +31,7 @@ def verdict(table: pd.DataFrame) -> str:
 
 
 def not_run(table: pd.DataFrame) -> list[str]:
-    """A sentence for cases that were not run or are not judged, and one for those that the plan has besides."""
+    """Sentences on cases that were skipped or are not judged, and on planned cases that are missing."""
     told = []
     if len(skipped := table[table["outcome"] == Outcome.SKIP]):
         cases, models = counted(len(skipped), "case"), counted(skipped["model"].nunique(), "model")
@@ -51,13 +51,13 @@ def not_run(table: pd.DataFrame) -> list[str]:
 
 
 def ends(table: pd.DataFrame) -> dict[str, int]:
-    """How many cases ended how, without those that were not run."""
+    """The number of cases with each outcome, without skipped cases."""
     counted = table["outcome"].value_counts()
     return {o: int(counted[o]) for o in WORST_FIRST if o in counted and o != Outcome.SKIP}
 
 
 def ran(table: pd.DataFrame) -> pd.DataFrame:
-    """The cases that were run; views leave out the others, but for the headline."""
+    """The cases that were run; all views except the headline leave out the others."""
     return table[table["outcome"] != Outcome.SKIP].reset_index(drop=True)
 
 
@@ -67,7 +67,7 @@ def is_sweep(table: pd.DataFrame) -> bool:
 
 
 MOST_RUNS = 12
-"""The runs of the history that a report shows."""
+"""The number of runs of the history that a report shows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +75,11 @@ class Since:
     """The changes since the last good run.
 
     Attributes:
-        run: the id of that run; empty where there is none, and the causes are those of all failures.
-        commit: of that run.
-        changes: a table of `compare.compare`, and the latencies that changed for good.
-        causes: of the regressions among them, failures first, then the one with the most cases.
-        later: how many runs of the history are dated after the run, and not compared.
+        run: the id of the last good run; empty if there is none, and then `causes` are those of all failures.
+        commit: the commit of that run.
+        changes: a table of `compare.compare`, with the latencies that changed for good.
+        causes: the causes of the regressions among the changes: failures first, then by number of cases.
+        later: the number of runs of the history that are dated after this run, and not compared.
     """
 
     run: str
@@ -90,22 +90,22 @@ class Since:
 
 
 def earlier(table: pd.DataFrame, history: Path) -> tuple[list[pd.DataFrame], int]:
-    """The runs of the history before that of a table, oldest first, and of its kind: a sweep, or none. And how many are later."""
+    """The runs of the same kind (sweep or not) before the run of a table, oldest first, and the number of later runs."""
     own, swept = {*table["run"]}, is_sweep(table)
     found: list[pd.DataFrame] = []
     files = sorted(history.glob("[!.]*.parquet"), reverse=True)
     for file in files:
         if file.stem < max(own) and file.stem not in own and len(found) < MOST_RUNS:
-            with contextlib.suppress(ReportError):  # `fxopt history` tells of files that cannot be read
+            with contextlib.suppress(ReportError):  # `fxopt history` warns of files that cannot be read
                 run = read_run(file)
                 found += [run] if is_sweep(run) == swept else []
     return found[::-1], sum(file.stem > max(own) for file in files)
 
 
 def since(table: pd.DataFrame, runs: list[pd.DataFrame], later: int = 0) -> Since:
-    """Compare a run with the last good one among those before it: one in which nothing was worse than in the good one before.
+    """Compare a run with the last good earlier run, in which nothing was worse than in the good run before it.
 
-    A regression stays until it is mended, and is told with the commits between which it came.
+    A regression is reported until it is fixed, with the commits between which it appeared.
     """
     if not runs:
         changes = compare(table[:0], table)
@@ -130,7 +130,7 @@ def compared(
     *,
     part: bool | None = None,
 ) -> Since:
-    """Compare a run with a good one; `bad` are the runs between them, in which something was worse already."""
+    """Compare a run with a good one; `bad` are the runs between them, in which something was worse."""
     came, before = dict[Identity, str](), good
     for run in (*bad, table):
         found = compare(good, run, part=part)
@@ -145,7 +145,7 @@ def compared(
 
 
 def _latency_changes(tables: list[pd.DataFrame], found: pd.DataFrame) -> pd.DataFrame:
-    """The latencies of `trend.latencies` that changed for good, as changes; each is explained by its commits."""
+    """The lasting latency changes of `trend.latencies` as rows of changes, each explained by its commits."""
     rows = []
     for case, _, since, was, now, change in found.itertuples(index=False, name=None):
         at = [since in {*table["run"]} for table in tables].index(True)
@@ -155,7 +155,7 @@ def _latency_changes(tables: list[pd.DataFrame], found: pd.DataFrame) -> pd.Data
 
 
 def got_worse(since: Since) -> str:
-    """How many causes there are, and since which run.
+    """The number of causes, and the run since which they appeared.
 
     Example:
         >>> got_worse(Since("20260102T030405.678Z-acf9a7c1", "acf9a7c1", pd.DataFrame(), []))
@@ -172,11 +172,11 @@ NO_RUN = "There is no earlier run to compare with"
 
 
 BISECTED = "sh -c 'COMMAND; s=$?; [ $s -gt 1 ] && exit 125; exit $s'"
-"""The command of a cause as `git bisect` takes it: a commit that cannot run the case is skipped."""
+"""The command for `git bisect run` with the command of a cause: a commit that cannot run the case is skipped."""
 
 
 def to_do(since: Since) -> str:
-    """The other conditions of the last good run, and the next steps, in a sentence each; empty where there are none."""
+    """Changed conditions since the last good run, and the next steps, a sentence each; empty if there are none."""
     changed = since.changes.loc[since.changes["kind"] == "environment", ["id", "before", "after"]]
     texts = {f"Since the last good run: {name} {old} → {new}.": name for name, old, new in changed.to_numpy()}
     machine = "The last good run was on another machine: times, memory and kernels are not compared."
@@ -198,16 +198,16 @@ def to_do(since: Since) -> str:
 
 
 def told(cause: Cause) -> str:
-    """The number of cases and models of a cause, and the commits between which it came."""
+    """The number of cases and models of a cause, and the commits between which it appeared."""
     since = "" if cause.since.startswith("both") else "since "
     came = f", {since}{cause.since}" if cause.since else ""
     return f"{counted(cause.cases, 'case')} of {counted(len(cause.models), 'model')}{came}"
 
 
 def between(good: pd.DataFrame, bad: pd.DataFrame) -> str:
-    """The commits of a good run and of the first bad one, of which the latter or one between them is the cause.
+    """The commits of a good run and of the first bad one; the cause is the bad commit, or one between them.
 
-    Of two runs of one commit, what else changed.
+    For two runs of one commit: the other differences.
     """
     was, now = commit_of(good), commit_of(bad)
     if was == now == "unknown":
@@ -223,7 +223,7 @@ def commit_of(table: pd.DataFrame) -> str:
 
 
 def marked(changes: pd.DataFrame) -> pd.DataFrame:
-    """The changes with a word in the place of a truth."""
+    """The changes with `regression` as a word, not a bool."""
     return changes.assign(regression=changes["regression"].map({True: "worse", False: ""}))
 
 

@@ -1,4 +1,4 @@
-"""The HTML report: one file with its data, style and script inside, which asks nothing of the network."""
+"""The HTML report: one file that contains its data, style and script, and needs no network."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def document(table: pd.DataFrame, since: headline.Since | None = None) -> str:
     text = json.dumps(data(table, since), separators=(",", ":"), allow_nan=False)
     return environment.get_template("report.html").render(
         run=tables.conditions(table)["run"],
-        # Compressed, and without markup whatever records say.
+        # Compressed and encoded, so that texts of records cannot act as markup.
         data=base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode(),
         style=(TEMPLATES / "report.css").read_text(encoding="utf-8"),
         script="\n".join((TEMPLATES / name).read_text(encoding="utf-8") for name in ("rows.js", "report.js")),
@@ -43,7 +43,7 @@ def document(table: pd.DataFrame, since: headline.Since | None = None) -> str:
 
 
 def data(table: pd.DataFrame, since: headline.Since | None) -> dict[str, Any]:
-    """Collect all that the page shows of a run, and the changes since the last good one."""
+    """Collect the data that the page shows of a run, and the changes since the last good run."""
     ran = headline.ran(table)
     measured = [name for name in measurements_of(ran) if ran[name].notna().any()]
     shown = [name for name in measured if metric_of(name).kind != "context" or name.startswith("latency_")]
@@ -85,12 +85,12 @@ def _changes(since: headline.Since | None) -> dict[str, Any] | None:
 
 
 def _rows(table: pd.DataFrame) -> dict[str, Any]:
-    """A small table as it is."""
+    """All rows of a small table as text."""
     return {"columns": [*map(str, table.columns)], "rows": table.astype(str).values.tolist()}
 
 
 def _short(values: pd.Series) -> list[float | str | None]:
-    """Numbers of four digits, whole ones in full; JSON has no infinite ones."""
+    """Round numbers to four digits, and keep integers in full; infinite values become text, as JSON has none."""
     return [
         None if math.isnan(v) else str(v) if math.isinf(v) else int(v) if v == int(v) else float(f"{v:.4g}")
         for v in values

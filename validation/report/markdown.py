@@ -48,12 +48,12 @@ def summary(table: pd.DataFrame, since: headlines.Since | None = None) -> str:
 
 
 def single_passes(table: pd.DataFrame) -> list[str]:
-    """The pipelines that stand by themselves: passes, and those with a name."""
+    """The pipelines with their own page: single passes and named pipelines."""
     return sorted(name for name in table["pipeline"].unique() if name and "+" not in name)
 
 
 def compatibility(table: pd.DataFrame, name: str, column: str) -> str:
-    """The page of one model or pipeline, which a column names: what came of it, where it rewrote, and refused sites."""
+    """The page of one model or pipeline, selected by `column`: outcomes, rewritten places, and refused sites."""
     own = table[table[column] == name]
     places = pipes(tables.places(own)) if column == "pipeline" else ""
     return page(
@@ -103,14 +103,14 @@ LEGEND = (
 
 
 def headline(table: pd.DataFrame) -> str:
-    """How many cases failed and how the others ended, and what was not run."""
+    """The number of failed cases, of each outcome, and of cases that were not run."""
     ends = ", ".join(f"{count:,} {outcome}" for outcome, count in headlines.ends(table).items())
     first = f"**{headlines.verdict(table)}**{': ' if ends else ''}{ends}."
     return "\n\n".join([first, *(f"{escape(sentence)}." for sentence in headlines.not_run(table))])
 
 
 def escape(text: object) -> str:
-    """Text as it is, in a Markdown table: nothing in it is markup, and it stays on one line.
+    """Escape a text for a Markdown table: nothing in it is markup, and it stays on one line.
 
     Example:
         >>> print(escape("<b> | __add__"))
@@ -122,7 +122,7 @@ def escape(text: object) -> str:
 
 
 def pipes(table: pd.DataFrame) -> str:
-    """A table in pipes; empty for a table without rows. Outcomes get their mark, numbers align right."""
+    """A Markdown table; empty if the table has no rows. Outcomes get their mark, numbers align right."""
     if table.empty:
         return ""
     numeric = [pd.api.types.is_numeric_dtype(dtype) for dtype in table.dtypes]

@@ -1,4 +1,4 @@
-"""The tables that every view shows, computed from the table of a run alone."""
+"""The tables that every view shows, computed only from the table of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .wording import ABSENT, heading, limit_of, pipeline_label, ratio, shown, wi
 
 
 def errors_of(table: pd.DataFrame) -> list[str]:
-    """The errors to look at first: those that are held against a limit; all of them when none is."""
+    """The most important errors: those that have a limit; if none has, all errors."""
     names = [
         name
         for name in measurements_of(table)
@@ -25,7 +25,7 @@ def errors_of(table: pd.DataFrame) -> list[str]:
 
 
 def conditions(table: pd.DataFrame) -> dict[str, str]:
-    """The versions, devices and times of a run; of several runs whose cases stand together, all of it."""
+    """The versions, devices and times of a run; for cases of several runs, the values of all runs."""
     devices = table.groupby("device")["device_name"].unique()
     shared = ("run", "commit", "python", "torch", "transformers", "fxopt", "threads")
     found = {name: ", ".join(str(v) for v in table[name].unique() if str(v)) or "unknown" for name in shared}
@@ -39,7 +39,7 @@ def conditions(table: pd.DataFrame) -> dict[str, str]:
 
 
 def problems(table: pd.DataFrame, outcomes: Collection[str] = FAILING) -> pd.DataFrame:
-    """Why cases failed: one row a reason, the worst outcomes first, with some of the cases it befell.
+    """The reasons why cases failed: one row a reason, the worst outcomes first, with some of its cases.
 
     A model that cannot be captured fails in every case for one reason; its first case is the simplest one.
     """
@@ -53,7 +53,7 @@ def problems(table: pd.DataFrame, outcomes: Collection[str] = FAILING) -> pd.Dat
 def verdicts(table: pd.DataFrame) -> pd.DataFrame:
     """One row a model, device and pipeline: the verdict over all checks, every measurement and fact.
 
-    Where several checks measure the same thing, errors are the largest and all else is the first.
+    If several checks measure the same metric, an error is the largest, and any other metric the first.
     """
     measured = measurements_of(table)
     facts = [str(name) for name in table.columns if name not in COLUMNS and name not in measured]
@@ -68,7 +68,7 @@ def verdicts(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def matrix(table: pd.DataFrame) -> pd.DataFrame:
-    """Pipeline × model: the verdicts as words; when there are several devices, each has its columns."""
+    """Pipeline × model: the verdicts as words; if there are several devices, each device has its own columns."""
     rows = verdicts(table)
     column = rows["model"] + (" · " + rows["device"] if rows["device"].nunique() > 1 else "")
     words = rows.assign(column=column).pivot(index="pipeline", columns="column", values="verdict")
@@ -96,14 +96,14 @@ def compatibility(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def places(table: pd.DataFrame) -> pd.DataFrame:
-    """Where a pass rewrote: one row a model and site, with its module and line."""
+    """The places where a pass rewrote: one row a model and site, with its module and line."""
     told = table.reindex(columns=["model", PLACES]).dropna()
     listed = told.assign(site=[json.loads(text or "[]") for text in told[PLACES]]).explode("site")
     return listed[["model", "site"]].dropna().drop_duplicates(ignore_index=True)
 
 
 def refusals(table: pd.DataFrame) -> pd.DataFrame:
-    """Why passes refused sites: one row a pass and reason, with the sites, the models, and one node."""
+    """The reasons why passes refused sites: one row a pass and reason, with the sites, the models, and one node."""
     refused = table[["model", "refusals"]].explode("refusals").dropna(subset="refusals")
     if refused.empty:
         return pd.DataFrame(columns=["pass", "reason", "sites", "models", "for example"])
@@ -129,7 +129,7 @@ def _distinct(texts: pd.Series[str]) -> str:
 
 
 def _ordered(rows: pd.DataFrame) -> pd.DataFrame:
-    """No pass first, then single passes, then compositions, each by name."""
+    """Sort rows: no pass first, then single passes, then pipelines of several passes, each by name."""
     length = [len(pipeline.split("+")) if pipeline else 0 for pipeline in rows["pipeline"]]
     by = ["length", "pipeline", "model", "device"]
     return rows.assign(length=length).sort_values(by, kind="stable", ignore_index=True).drop(columns="length")

@@ -1,4 +1,4 @@
-"""How numbers, measurements and pipelines are written in every view."""
+"""The text forms of numbers, measurements and pipelines in all views."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_PASS = "(no pass)"
 RATIO = ("latency_ratio", "latency_ratio_low", "latency_ratio_high")
 
 FORMATS = {"error": ".1e", "limit": ".1e", "accuracy": ".6g"}
-"""Of errors the magnitude matters; of shares of right answers, and of a cosine, how much is missing."""
+"""Errors need only their magnitude; accuracies and cosines need digits, to show the distance from 1."""
 
 HEADINGS = {
     "latency_ratio": "latency, transformed / original",
@@ -50,7 +50,7 @@ def shown(name: str, value: float) -> str:
 
 
 def limit_of(name: str) -> str:
-    """The name of what an error is held against, or empty.
+    """The name of the limit of an error; empty if it has none.
 
     Example:
         >>> limit_of("relative_error_float64"), limit_of("max_abs_error")

@@ -1,1 +1,1 @@
-"""A run: cases in processes of this machine or on a cluster, and what is kept of them."""
+"""A run: cases in processes of this machine or on a cluster, and their stored results."""

@@ -1,4 +1,4 @@
-"""The run from outside: a process for each worker, a journal of what they find, what pytest sees of it, and the reports."""
+"""The control of a run: a process for each worker, a journal of the records, the reports to pytest, and the report files."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from .pool import Pool
 
 @dataclasses.dataclass(eq=False)
 class Controller:
-    """A plugin that has the cases run by a pool, the timed ones alone and last, and writes what came of them."""
+    """A pytest plugin that runs the cases in a pool, the timed ones alone and last, and writes their records."""
 
-    cases: Mapping[str, Case]  # those that may be run, by id
-    planned: Sequence[str]  # the ids of the whole plan that they are of; a run without some is a part
-    left_out: str  # the models that the plan lacks, each with the package that is not installed
-    devices: Sequence[str]  # that the cases run on
+    cases: Mapping[str, Case]  # the cases that may be run, by id
+    planned: Sequence[str]  # the ids of the whole plan; a run without some of them is a part
+    left_out: str  # the models that the plan leaves out, each with the missing package
+    devices: Sequence[str]  # the devices of the cases
     directory: Path  # of the reports
-    root: Path  # of the repository whose commit the run is of
+    root: Path  # the repository whose commit is recorded
     pool: Pool | Fleet  # runs the cases, in processes of this machine or on a cluster
-    workers: int  # how many of them at once
-    content: Callable[[Case], str]  # the digest of what a case is made of
-    resume: bool = False  # go on with a run that was cut
+    workers: int  # the number of processes at once
+    content: Callable[[Case], str]  # the digest of the definition of a case
+    resume: bool = False  # continue an interrupted run
 
     def __post_init__(self) -> None:
         self._journal: store.Journal | None = None
         self._records: dict[str, Record] = {}
         self._problems: list[str] = []
         self._message = ""
-        self._unwritten = ""  # what the journal lacks, on a full disk
+        self._unwritten = ""  # text on the record that the journal lacks, for example on a full disk
         self._handlers: dict[signal.Signals, Any] = {}
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
@@ -69,14 +69,14 @@ class Controller:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """In the place of pytest's own loop."""
+        """Run the cases in place of pytest's own loop."""
         option = session.config.option
         if option.collectonly:
             return None
         if session.testsfailed and not option.continue_on_collection_errors:
-            return None  # pytest says so, and ends
+            return None  # pytest reports this and ends
         items = {case_id(item.nodeid): item for item in session.items if case_id(item.nodeid) in self.cases}
-        # Other tests, or what pytest makes of no cases.
+        # Other tests, or pytest's placeholder for no cases.
         others = [item for item in session.items if case_id(item.nodeid) not in self.cases]
         for item, following in itertools.zip_longest(others, others[1:]):
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -100,11 +100,11 @@ class Controller:
     def _recorded(
         self, cases: Sequence[Case], begun: Callable[[Case], None]
     ) -> Generator[Record, None, None]:
-        """The records of a run that was cut; then of the cases that may share the machine; then, alone, of the timed ones."""
+        """Yield the records of the resumed run, then of cases that may share the machine, then of the timed ones, alone."""
         assert self._journal is not None
         earlier, left = self._journal.earlier, list[Case]()
         for case in cases:
-            # A zoo that git does not know may have changed since, and the commit is the same.
+            # A zoo outside of git may have changed since, although the commit is the same.
             if case in earlier and earlier[case].content == self.content(case):
                 begun(case)
                 yield earlier[case]
@@ -121,7 +121,7 @@ class Controller:
         try:
             if is_new:
                 self._journal.append(record)
-        except OSError as error:  # such as a full disk: what was found before is in the journal
+        except OSError as error:  # such as a full disk: earlier records are in the journal
             self._unwritten = f" but that of {record.case.id}"
             pytest.exit(
                 f"{self._journal.file}: cannot be written: {error}", returncode=pytest.ExitCode.USAGE_ERROR
@@ -136,7 +136,8 @@ class Controller:
         if self._records:
             self._write(session)
         left = {case.id for case in self._journal.earlier} - {*self._records}
-        # Cut by its budget, Ctrl-C, the end of a job, or a full disk: the journal stays, so that the run can be resumed.
+        # After an interruption (budget, Ctrl-C, end of a job, full disk) the journal stays, so that the run can be
+        # resumed.
         is_cut = session.exitstatus == pytest.ExitCode.INTERRUPTED or self._unwritten
         self._journal.close(written=not self._problems and not left and not is_cut)
         for number, handler in self._handlers.items():
@@ -150,7 +151,7 @@ class Controller:
             written = report.write_run(table, self.directory, self.planned)
             whole = self._records.keys() >= {*self.planned}
             written.files += repro.write(records, written.directory / repro.FOLDER, whole)
-        except Exception as error:  # the records are safe: nothing here is worth losing them
+        except Exception as error:  # the records are safe, and must not be lost by an error here
             self._problems.append(f"no report was written: {error_text(error)}")
         else:
             self._problems += written.problems
@@ -170,7 +171,7 @@ class Controller:
 
 
 def _stop_if_asked(session: pytest.Session) -> None:
-    """End the run as pytest's own loop does after a test: `-x`, `--maxfail`, and plugins ask for it."""
+    """End the run if requested by `-x`, `--maxfail` or a plugin, as pytest's own loop does after a test."""
     if session.shouldfail:
         raise session.Failed(session.shouldfail)
     if session.shouldstop:
@@ -178,23 +179,23 @@ def _stop_if_asked(session: pytest.Session) -> None:
 
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
-"""The signals that Ctrl-C, and `timeout` or a CI job that is over, send."""
+"""The signals of Ctrl-C, and of `timeout` or the end of a CI job."""
 
 
 def _once(*_: object) -> None:
-    """The first signal ends the cases. Any more would end the writing of what came of them."""
+    """End the cases at the first signal, and ignore later ones, which would interrupt the writing of the records."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def case_id(nodeid: str) -> str:
-    """The id of the case that a test of the harness is."""
+    """The id of the case behind a test of the harness."""
     return nodeid.partition("[")[2].removesuffix("]")
 
 
 def reports(item: pytest.Item, record: Record, start: float, stop: float) -> Iterable[pytest.TestReport]:
-    """The reports that pytest would make if it had run the case itself: of the call, and that it was cleared up."""
+    """The reports that pytest would make if it had run the case itself: for the call and the teardown."""
     outcome = "passed"
     longrepr: str | tuple[str, int, str] | None = None
     if record.outcome in FAILING:
@@ -213,13 +214,13 @@ def reports(item: pytest.Item, record: Record, start: float, stop: float) -> Ite
 
 
 def failure(record: Record, item: pytest.Item) -> str:
-    """Why a case failed, and the command that runs it again."""
+    """The reason why a case failed, and the command that runs it again."""
     where = f" in {record.stage}" if record.stage else ""
     return f"{record.outcome}{where}: {record.reason}\nagain: {command(record.case, item)}"
 
 
 def command(case: Case, item: pytest.Item) -> str:
-    """The command that runs one case alone."""
+    """The command that runs only one case."""
     return AGAIN.format(model=case.model, case=case.id) + options(item.config)
 
 

@@ -1,4 +1,4 @@
-"""A fleet of machines that run cases, on Ray: a task has the cases of one model, in a pool of its own on its node."""
+"""A fleet of machines that run cases, on Ray: a task runs the cases of one model, in its own pool on its node."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from ..store import version
 from .pool import PRELOADED, Make, Pool, grouped
 
 ATTEMPTS = 3
-"""A case during which its node was lost this often is given up: it may be what ends the nodes."""
+"""A case whose node was lost this often is given up, because it may be the cause."""
 
 COMPARED = ("torch", "transformers", "fxopt")
-"""The distributions that all nodes must have in the version of the driver, or the rows are of different things."""
+"""The distributions whose versions must be equal on all nodes and the driver; otherwise rows are not comparable."""
 
 PRELOADED_THERE = [*PRELOADED, f"{__package__}.run", "ray._private.workers.default_worker"]
-"""Imported once in each process of Ray: the last is its main module, which each process forked from it imports."""
+"""Modules that each forkserver imports once; the last is the main module of Ray's processes, which forked processes import."""
 
 ANSWER = 5.0
-"""Seconds in which the head of a cluster has to accept a connection."""
+"""Seconds within which the head of a cluster must accept a connection."""
 
 
 class FleetError(FxoptError):
-    """The cluster cannot be used: the message says why, before any case has run."""
+    """The cluster cannot be used, or the harness failed on a node; the message has the reason."""
 
 
 @dataclasses.dataclass
 class _Chunk:
-    """Cases of one model on one device that one task runs, and how often it was lost."""
+    """Cases of one model on one device that one task runs, and how often the task was lost."""
 
     cases: deque[Case]
     lost: int = 0
 
 
 class Fleet:
-    """Runs cases on the nodes of a Ray cluster; it stands in the place of `Pool`, whose arguments it takes.
+    """Runs cases on the nodes of a Ray cluster; it replaces `Pool` and accepts the same arguments.
 
-    Ray places the tasks and finds out that nodes are gone; what happens to a case on its node, `Pool` decides. Cases
-    that a lost node had begun or not begun run on another one; those whose record has arrived do not run again. A
-    timed case has its node to itself, if all cases of a run are timed. The cluster is at `address`, as for `ray.init`;
-    empty starts one on this machine.
+    Ray places the tasks and detects lost nodes; on a node, `Pool` handles the cases. If a node is lost, its cases without a
+    record run on another node; cases whose record has arrived do not run again. A timed case has its node to itself, if all
+    cases of a run are timed. The cluster is at `address`, as for `ray.init`; an empty address starts a cluster on this
+    machine.
 
-    Raises `FleetError` where Ray is not installed, the cluster does not answer, or its nodes have other versions.
+    Raises `FleetError` if Ray is not installed, the cluster does not answer, or its nodes have other versions.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Fleet:
     def run(
         self, cases: Iterable[Case], workers: int = 0, begun: Callable[[Case], None] = lambda case: None
     ) -> Iterator[Record]:
-        """The record of each case as it arrives; `workers` is the cluster's to decide."""
+        """Yield the record of each case as it arrives; `workers` is ignored, because the cluster decides."""
         waiting = deque(map(_Chunk, grouped(cases).values()))
         running: dict[Any, tuple[_Chunk, str]] = {}
         try:
@@ -76,7 +76,7 @@ class Fleet:
                     chunk = waiting.popleft()
                     running[self._submit(chunk, place)] = chunk, place
                 if not running:
-                    time.sleep(1.0)  # no node is there for what waits; Ray may be starting one
+                    time.sleep(1.0)  # no node is free for the waiting chunks; Ray may be starting one
                     continue
                 ready, _ = self._ray.wait(list(running), timeout=1.0)
                 for task in ready:
@@ -94,7 +94,7 @@ class Fleet:
                 self._ray.cancel(task, force=True)
 
     def _place(self, chunk: _Chunk, running: dict[Any, tuple[_Chunk, str]]) -> str | None:
-        """The node for a timed chunk, where nothing else runs; "" where Ray may choose; None when all are busy."""
+        """The node for a timed chunk, on which nothing else runs; "" if Ray may choose; None if all nodes are busy."""
         if not chunk.cases[0].timed:
             return "" if len(running) < 2 * self._ray.cluster_resources().get("CPU", 1) else None
         taken = {place for _, place in running.values()}
@@ -112,7 +112,7 @@ class Fleet:
         return self._run.options(**options).remote(self._parts, list(chunk.cases))
 
     def _heard(self, task: Any, chunk: _Chunk) -> Iterator[Record | None]:
-        """The record that a task has sent, and None when it has ended, or its node has."""
+        """Yield the record that a task has sent, or None if the task or its node has ended."""
         try:
             record: Record = self._ray.get(next(task))
         except StopIteration:
@@ -120,7 +120,7 @@ class Fleet:
         except self._ray.exceptions.RayTaskError as error:
             raise FleetError(f"the harness failed on a node: {error}") from error
         except (self._ray.exceptions.TaskUnschedulableError, self._ray.exceptions.TaskCancelledError):
-            time.sleep(1.0)  # Ray lists a lost node for some seconds more
+            time.sleep(1.0)  # Ray lists a lost node for some more seconds
             yield None
         except self._ray.exceptions.RayError as error:
             chunk.lost += 1
@@ -142,13 +142,13 @@ def _on_gpu(chunk: _Chunk) -> bool:
 
 
 def _run(parts: tuple[Make, Any, Collection[str]], cases: Sequence[Case]) -> Iterator[Record]:
-    """Work on a task on its node: a pool of one process, and its records as they arrive."""
+    """Run a task on its node: a pool of one process yields the records as they arrive."""
     make, limit, preload = parts
     yield from Pool(make, limit, preload=preload).run(cases, 1)
 
 
 def _connected(address: str) -> Any:
-    """Ray, connected to a cluster."""
+    """Connect Ray to a cluster, and return the module."""
     try:
         import ray
         import ray.util.scheduling_strategies
@@ -177,7 +177,7 @@ def versions() -> dict[str, str]:
 
 
 def _check_versions(ray: Any) -> None:
-    """Raise a FleetError that names the nodes whose versions are not those of this process."""
+    """Raise a FleetError if a node has other versions than this process."""
     ours = versions()
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     for node in ray.nodes():
@@ -188,7 +188,7 @@ def _check_versions(ray: Any) -> None:
         where = node["NodeManagerAddress"]
         try:
             theirs = ray.get(asked)
-        except ray.exceptions.TaskUnschedulableError:  # lost meanwhile
+        except ray.exceptions.TaskUnschedulableError:  # the node was lost meanwhile
             continue
         except ray.exceptions.RayError as error:  # such as of a node without this package
             text = str(error).strip().splitlines()[-1]

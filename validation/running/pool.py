@@ -1,4 +1,4 @@
-"""A pool of processes that run cases: what hangs is ended, what dies is a row, and the others go on."""
+"""A pool of processes that run cases: a hanging process is ended, a dead one becomes a record, and the others continue."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from ..records import UNTRIED, Case, Outcome, Record
 
 Run = Callable[[Case], Record]
 Make = Callable[[Callable[[Case, str], None]], Run]
-"""Makes what runs cases, in a worker: it is given what to tell each stage that a case enters."""
+"""Makes the function that runs cases in a worker, from a callback for each stage that a case enters."""
 
 PRELOADED = ["torch._dynamo", "torch.export", "transformers", f"{__package__}.run"]
-"""Imported once, in the process that all workers are forked from: a new worker is there in a moment."""
+"""Modules imported once, in the process from which all workers are forked, so that workers start fast."""
 
 MOST_DEATHS = 2
-"""A model that has hung or died this often is not tried for its other cases."""
+"""A model that has hung or died this often is not tried in its other cases."""
 
 START, LAST_WORDS = 300.0, 5.0
-"""Seconds that a worker may take to start, and to write its stack when it is ended."""
+"""The seconds that a worker may take to start, and to write its stack before it is killed."""
 
 
 class PoolError(RuntimeError):
-    """No worker can start: the message has what it said."""
+    """No worker can start; the message has the worker's output."""
 
 
 class Pool:
-    """Runs cases in processes of their own, those of one model in the same one while there are any.
+    """Runs cases in separate processes; the cases of one model run in the same process while there are any.
 
-    What `make`, which is pickled, makes runs the cases, each for at most `limit` seconds. All workers import the modules
-    in `preload`.
+    `make`, which is pickled, makes the function that runs the cases, each for at most `limit` seconds. All workers import
+    the modules in `preload`.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Pool:
     def run(
         self, cases: Iterable[Case], workers: int, begun: Callable[[Case], None] = lambda case: None
     ) -> Iterator[Record]:
-        """The record of each case as it arrives, from `workers` processes, which end with it.
+        """Yield the record of each case as it arrives, from `workers` processes, which end with this generator.
 
-        `begun` is told each case that starts. Raises `PoolError` when a worker does not start.
+        `begun` is called with each case that starts. Raises `PoolError` if a worker does not start.
         """
         waiting = grouped(cases)
         pool: list[_Worker] = []
@@ -94,7 +94,7 @@ class Pool:
 
 
 Group = tuple[str, str]
-"""A model and a device: a worker keeps what it has made for them."""
+"""A model and a device, whose objects a worker keeps."""
 
 
 def _group(case: Case) -> Group:
@@ -102,7 +102,7 @@ def _group(case: Case) -> Group:
 
 
 def grouped(cases: Iterable[Case]) -> dict[Group, deque[Case]]:
-    """The cases that a worker should have in a row, the most cases first."""
+    """Group the cases that one worker should run in a row; the largest groups come first."""
     groups: dict[Group, deque[Case]] = {}
     for case in cases:
         groups.setdefault(_group(case), deque()).append(case)
@@ -112,7 +112,7 @@ def grouped(cases: Iterable[Case]) -> dict[Group, deque[Case]]:
 def _next(
     waiting: dict[Group, deque[Case]], own: Group | None, taken: Collection[Group | None]
 ) -> Case | None:
-    """The next case of a worker's own group; else of the first that no other worker has; else of the first."""
+    """Take the next case: of the worker's own group, otherwise of the first group without a worker, otherwise of the first."""
     free = (group for group in waiting if group not in taken)
     group = own if own in waiting else next(free, next(iter(waiting), None))
     if group is None:
@@ -124,14 +124,14 @@ def _next(
 
 
 class _Worker:
-    """A process, and what is known of it from outside."""
+    """A process, and its state as known from outside."""
 
     def __init__(self, context: Any, make: Make) -> None:
         self.connection, theirs = context.Pipe()
         descriptor, name = tempfile.mkstemp(prefix="fxopt-validation-", suffix=".log")
         os.close(descriptor)
         self._log = Path(name)
-        # A daemon: whatever stops this process between two lines, it does not wait at its end for a case that hangs.
+        # A daemon: if this process ends for any reason, it does not wait for a hanging case.
         self._process = context.Process(target=_work, args=(theirs, make, name), daemon=True)
         self._process.start()
         theirs.close()
@@ -145,11 +145,11 @@ class _Worker:
         self.case, self.group, self._stage = case, _group(case), ""
         self._started, self._limit, self._late = time.monotonic(), limit, False
         self.deadline = self._started + limit
-        with contextlib.suppress(OSError):  # it died meanwhile, which `hear` finds out
+        with contextlib.suppress(OSError):  # the process died meanwhile, which `hear` detects
             self.connection.send(case)
 
     def hear(self) -> Record | None:
-        """The record that has arrived, if one has; what else the worker has said, or that it must end, is noted."""
+        """Return the record that has arrived, if any; note other messages, and end the process after its deadline."""
         try:
             while self.connection.poll():
                 said = self.connection.recv()
@@ -165,7 +165,7 @@ class _Worker:
             self.dead = True
             return None
         if time.monotonic() >= self.deadline:
-            # It writes its stack, even from compiled code, where no signal handler of Python runs.
+            # faulthandler writes the stack, even in compiled code, where Python's signal handlers do not run.
             os.kill(self._process.pid, signal.SIGABRT)
             self._process.join(LAST_WORDS)
             self._process.kill()
@@ -173,7 +173,7 @@ class _Worker:
         return None
 
     def obituary(self) -> Record | None:
-        """The record of the case during which the process ended."""
+        """The record of the case during which the process ended; None if no case was running."""
         self._process.join(LAST_WORDS)
         log, code = self._log.read_text(encoding="utf-8", errors="replace")[-100_000:], self._process.exitcode
         self.end()
@@ -194,7 +194,7 @@ class _Worker:
         return Record(self.case, outcome, self._stage, f"{reason}{_place(log)}", seconds)
 
     def end(self) -> None:
-        """End the process: it has nothing to say any more."""
+        """End the process, which is no longer needed."""
         self.connection.close()
         if self.case is not None or not self.ready:
             self._process.kill()
@@ -204,7 +204,7 @@ class _Worker:
 
 
 def _woken(pool: list[_Worker]) -> list[_Worker]:
-    """The workers that have something to say, or whose time is up."""
+    """The workers that have sent something, or whose time is up."""
     soonest = min((worker.deadline for worker in pool), default=0.0) - time.monotonic()
     said = wait(
         [worker.connection for worker in pool], None if soonest == float("inf") else max(0.0, soonest)
@@ -219,7 +219,7 @@ def _how(code: int | None) -> str:
 
 
 def _place(log: str) -> str:
-    """Where the process was, from the stack that it left, whose thread of the cases is marked; else the error that ended it."""
+    """The place in the stack that the process wrote, where the thread of the cases is marked; otherwise its last error."""
     thread = log[max(log.rfind("Current thread"), log.rfind("Fatal Python error")) :]
     if frame := re.search(r'File "(.*)", line (\d+) in (.*)', thread):
         return f", in {frame[3]} ({Path(frame[1]).name}:{frame[2]})"
@@ -227,11 +227,11 @@ def _place(log: str) -> str:
 
 
 def _work(connection: Connection, make: Make, log: str) -> None:
-    """Work in a process of the pool: cases come in, stages and records go out."""
+    """Work in a process of the pool: receive cases, send stages and records."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that the user started
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a model that dies is a row, and no file of its size
-    with contextlib.suppress(OSError):  # Linux alone: when memory runs out, this process goes
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a dying model leaves no core file
+    with contextlib.suppress(OSError):  # only on Linux: when memory runs out, this process is killed first
         Path("/proc/self/oom_score_adj").write_text("1000")
     with open(log, "w") as file:
         for descriptor in (1, 2):
@@ -239,7 +239,7 @@ def _work(connection: Connection, make: Make, log: str) -> None:
         faulthandler.enable(file)
         try:
             run = make(lambda case, stage: connection.send(stage))
-        except Exception:  # the boundary of a process: whatever it is, the other one must know
+        except Exception:  # the process boundary: the parent must learn of any error
             connection.send(PoolError(f"a worker process cannot start: {traceback.format_exc()}"))
             return
         connection.send(None)
@@ -249,7 +249,7 @@ def _work(connection: Connection, make: Make, log: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process with the one that it works for: if that is killed, nobody else ends a case that hangs."""
+    """End this process when its parent ends: if the parent is killed, no other process ends a hanging case."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

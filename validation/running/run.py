@@ -1,4 +1,4 @@
-"""One case to one record: whatever a model or a pass does short of ending the process is a row, not an error."""
+"""Runs one case to one record: any error of a model or pass becomes a record, unless it ends the process."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from ..zoo.entry import Entry, judged
 from ..zoo.sources import SOURCE, Architecture
 
 BEFORE_PASSES = ("load", "run the model", "capture")
-"""The stages before there is anything to check, of which no pass is to blame."""
+"""The stages before there is anything to check, for which no pass is to blame."""
 
 
 @dataclasses.dataclass(eq=False)
 class Runner:
-    """Runs cases, and keeps the model of the last one for the next."""
+    """Runs cases, and keeps the model of the last case for the next one."""
 
-    zoo: Sequence[Entry]  # the entries that cases may name: of a zoo file, or of a sweep
-    passes: Mapping[str, Transformation]  # that pipelines may name, ready to be applied
-    # Told each stage, in case the process dies.
+    zoo: Sequence[Entry]  # the entries that cases may name, from a zoo file or a sweep
+    passes: Mapping[str, Transformation]  # the passes that pipelines may name, ready to be applied
+    # Called with each stage, in case the process dies.
     entered: Callable[[Case, str], None] = lambda case, stage: None
-    timing: float = TIMING  # the seconds after which the turns of all that is timed of a model end
+    timing: float = TIMING  # the seconds after which the timing of one model ends
 
     def __post_init__(self) -> None:
         self._entries = {entry.name: entry for entry in self.zoo}
@@ -44,7 +44,7 @@ class Runner:
         self._lost: tuple[str, str] | None = None
 
     def run(self, case: Case) -> Record:
-        """Run a case to its record. Raises nothing but `KeyboardInterrupt`."""
+        """Run a case and return its record. Raises only `KeyboardInterrupt`."""
         started, subject = time.perf_counter(), self._subject_of(case)
         entry = subject.entry
         source = {SOURCE: entry.source.rpartition(".")[2]} if isinstance(entry, Architecture) else {}
@@ -73,7 +73,7 @@ class Runner:
         subject.enter("start")
         try:
             finding = self._checks[case.check](subject, case.pipeline)
-        except (Exception, SystemExit) as error:  # the boundary: models and passes may raise anything
+        except (Exception, SystemExit) as error:  # models and passes may raise anything
             finding = _finding_of(error, subject.stage)
             if not subject.entry.given and subject.stage in BEFORE_PASSES:  # all its cases end there
                 self._lost = subject.stage, _text(error)
@@ -81,16 +81,16 @@ class Runner:
             subject.forget()
             _collect()
             return finding
-        if subject.stage == "start":  # else the check has named the stage that it ended in
+        if subject.stage == "start":  # otherwise the check has set its last stage
             subject.enter("compare" if finding.outcome in FAILING else "")
         return finding
 
     def _subject_of(self, case: Case) -> Subject:
         subject = self._subject
         if subject is None or (subject.entry.name, subject.device) != (case.model, case.device):
-            subject = self._subject = self._lost = None  # so that it can be collected
+            subject = self._subject = self._lost = None  # so that the old subject can be collected
             _collect()
-            gc.freeze()  # what is left, imports and caches of torch, grows with each model: collect it no more
+            gc.freeze()  # the rest (imports and caches of torch) grows with each model: no longer collect it
             entry = self._entries[case.model]
             subject = self._subject = Subject(entry, case.device, self.passes, timing=self.timing)
         return subject
@@ -103,7 +103,7 @@ def _collect() -> None:
 
 
 def _script(case: Case, finding: Finding, subject: Subject) -> str:
-    """A script that shows a failure without the harness; a sweep has hundreds."""
+    """A script that reproduces a failure without the harness; empty in a sweep, which has hundreds of failures."""
     if finding.outcome not in (Outcome.FAIL, Outcome.ERROR) or not subject.entry.given:
         return ""
     passes = subject.members(case.pipeline)
@@ -117,22 +117,22 @@ def in_worker(
     timing: float,
     entered: Callable[[Case, str], None],
 ) -> Callable[[Case], Record]:
-    """Make ready what runs the cases in a process of a pool."""
-    # Many workers share the machine, and what they find must not depend on how many; timing sets its own.
+    """Prepare the function that runs the cases in a process of a pool."""
+    # Many workers share the machine, and results must not depend on their number; timing sets its own threads.
     torch.set_num_threads(1)
-    gc.freeze()  # cases collect what models leave behind, which is much faster without what is imported
+    gc.freeze()  # collecting garbage of models is much faster without the imported objects
     return Runner(zoo, passes, entered, timing).run
 
 
 def _lost(error: BaseException, finding: Finding, stage: str, check: Check) -> Finding:
-    """The finding for a model of a sweep that has no graph: a model that does not run says nothing about fxopt."""
-    if stage != "capture" or check is not Check.PARITY:  # which says so, once
+    """The finding for a model of a sweep without a graph: a model that does not run proves nothing about fxopt."""
+    if stage != "capture" or check is not Check.PARITY:  # only parity reports it
         return Finding(Outcome.SKIP, _text(error))
     return Finding(Outcome.REFUSED, _text(error)) if isinstance(error, TraceError) else finding
 
 
 def _text(error: BaseException) -> str:
-    """A refusal as it is, another error with its type, on one line."""
+    """A refusal unchanged, any other error with its type, on one line."""
     return one_line(error if isinstance(error, TraceError) else error_text(error))
 
 

@@ -1,4 +1,4 @@
-"""A run is a journal while it lasts and then one Parquet file, one row a case; all else that it shows are views of that."""
+"""The storage of runs: a journal while a run lasts, then one Parquet file, one row a case; all reports are views of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal of a run: its records as they arrive, so that none is lost."""
+"""The journal of a run: its records as they arrive, so that no record is lost."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ RECORD = pydantic.TypeAdapter(Record)
 
 
 class Journal:
-    """The records of a run as they arrive, one line each, in a folder that no other run writes to meanwhile.
+    """The records of a run as they arrive, one line each, in a folder that no other run uses meanwhile.
 
-    With `resume`, it goes on with the newest run that was cut, if one is left here of the same commit, versions, devices and
-    plan: its records are `earlier`, and `run` is that one. A commit is needed to tell: with changed files, or outside a
-    checkout, nothing is resumed. Raises `ReportError` when the folder cannot be written, or another run has it.
+    With `resume`, the journal continues the newest interrupted run in this folder that has the same commit, versions,
+    devices and plan. Then `earlier` has the records of that run, and `run` is that run. Without a commit, or with changed
+    files, no run is resumed. Raises `ReportError` if the folder cannot be written, or another run uses it.
     """
 
     def __init__(self, directory: Path, run: Run, resume: bool = False) -> None:
         self._lock = filelock.FileLock(directory / ".lock")
         self.run = run
         self.earlier: dict[Case, Record] = {}
-        self.not_resumed = ""  # what is said of a run that was cut, and is not like this one
+        self.not_resumed = ""  # message on an interrupted run that cannot be resumed
         try:
             running = directory / "running"
             running.mkdir(parents=True, exist_ok=True)
@@ -53,27 +53,27 @@ class Journal:
             raise ReportError(f"{directory}: cannot be written ({error}); choose another folder") from error
 
     def append(self, record: Record) -> None:
-        """Adds a record. Raises `OSError`, such as for a full disk: what was added before is safe."""
+        """Add a record. Raises `OSError`, for example for a full disk; earlier records are safe."""
         with self.file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(dataclasses.asdict(record)) + "\n")
 
     def close(self, written: bool) -> None:
-        """Leaves the folder to others; the file goes when all of it is `written` elsewhere."""
+        """Release the folder; delete the file if all its records are `written` elsewhere."""
         if written:
             self.file.unlink(missing_ok=True)
         self._lock.release()
 
 
 def read_journal(file: Path) -> pa.Table:
-    """The table of a journal, without what was cut off when its process died."""
+    """The table of a journal, without a line that was cut off when the process died."""
     run, records = _read(file)
     return table_of(list(records.values()), run)
 
 
 def _newest_cut(running: Path, run: Run) -> tuple[Run, dict[Case, Record]]:
-    """The newest run like this one that was cut, and its records; this one without records where there is none."""
+    """The newest interrupted run like this one, and its records; otherwise this run, without records."""
     for file in sorted(running.glob("*.jsonl"), reverse=True):
-        with contextlib.suppress(ReportError):  # not resumed; `merge` says what is wrong with it
+        with contextlib.suppress(ReportError):  # not resumed; `fxopt merge` reports the error
             cut, records = _read(file)
             if dataclasses.replace(cut, started=run.started) == run:
                 return cut, records

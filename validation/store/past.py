@@ -1,4 +1,4 @@
-"""The runs that are kept: the last one, those before it, and the baseline; each is read of its Parquet file, of any version, or its journal."""
+"""The stored runs: the last run, earlier ones and the baseline. Each is read from a Parquet file of any version, or a journal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .table import (
 
 
 def write_table(table: pa.Table, directory: Path, name: str = "records") -> Path:
-    """Writes `records.parquet`, or another file; returns it."""
+    """Write `records.parquet`, or another file; return its path."""
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"{name}.parquet"
     replace(file, parquet(table))
@@ -36,14 +36,14 @@ def write_table(table: pa.Table, directory: Path, name: str = "records") -> Path
 
 
 def append_history(table: pa.Table, directory: Path) -> Path:
-    """Adds the table of a run to the history, one file a run, which has the name of its last part; returns the file."""
+    """Add the table of a run to the history, as a file with the name of the latest run in it; return the file."""
     return write_table(table, directory, max(table["run"].to_pylist()))
 
 
 def history(directory: Path) -> pd.DataFrame:
-    """The records of every run in the history, oldest run first; measurements a run lacks are missing.
+    """The records of every run in the history, oldest run first; measurements that a run lacks are null.
 
-    A file that cannot be read is passed over, with a warning. Raises `ReportError` when no run is left.
+    A file that cannot be read is skipped with a warning. Raises `ReportError` if no run is left.
     """
     runs = []
     for file in sorted(directory.glob("[!.]*.parquet")):
@@ -58,10 +58,10 @@ def history(directory: Path) -> pd.DataFrame:
 
 
 def accept(name: str, reason: str, current: Path, baseline: Path) -> None:
-    """Puts the row of a case, or the rows of a model, into a baseline, with the reason, or takes out those that `current` lacks.
+    """Put the rows of a case or model into a baseline, with the reason; remove cases that `current` lacks.
 
-    Raises `ReportError` without a reason, and for a case that neither has, that fails, or that a partial run may just
-    not have run.
+    Raises `ReportError` if the reason is empty, a case fails, no run has the case, or `current` is a partial run that lacks
+    it.
     """
     if not reason.strip():
         raise ReportError(f"{name}: --reason is empty: say why its change is right")
@@ -93,16 +93,16 @@ def accept(name: str, reason: str, current: Path, baseline: Path) -> None:
 
 
 def read_run(path: Path) -> pd.DataFrame:
-    """The table of one run: of its Parquet file, the directory that holds `records.parquet`, or its journal.
+    """The table of one run, from its Parquet file, the directory with `records.parquet`, or its journal.
 
-    Raises `ReportError` when there is no such file, or when it is not the table of a run.
+    Raises `ReportError` if there is no such file, or if the file is not the table of a run.
     """
     frame: pd.DataFrame = read_table(path).to_pandas()
     return frame
 
 
 def read_table(path: Path) -> pa.Table:
-    """The table that `read_run` reads, with every column of this version; the new ones are empty in a file of an older one."""
+    """The table that `read_run` reads, with every column of this version; columns that an older file lacks are empty."""
     file = file_of(path)
     if not file.is_file():
         raise ReportError(f"{file}: no such file; `fxopt validate` writes one")

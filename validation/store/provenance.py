@@ -1,4 +1,4 @@
-"""The run that cases belong to: when, with which commit and versions, and on which machine."""
+"""The run that cases belong to: time, commit, versions and machine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from pathlib import Path
 class Run:
     """The facts that all records of one run share.
 
-    `devices` maps a device of the cases (`cpu`, `cuda`) to all that decides on its speed and its kernels, `threads` is
-    the number of threads that timed cases ran with, `options` those that `fxopt validate` needs to find its zoo and passes. `Run.now` fills it in for the running process.
+    `devices` maps a device of the cases (`cpu`, `cuda`) to the text that identifies its speed and kernels. `threads` is the
+    number of threads of timed cases. `options` are those with which `fxopt validate` finds the zoo and passes. `Run.now`
+    describes the running process.
     """
 
     started: datetime.datetime
@@ -35,7 +36,7 @@ class Run:
 
     @property
     def id(self) -> str:
-        """Sorts by time, and tells two runs of the same second apart: `20260102T030405.678Z-acf9a7c1`."""
+        """A name that sorts by time and distinguishes runs of the same second: `20260102T030405.678Z-acf9a7c1`."""
         utc = self.started.astimezone(datetime.UTC)
         stamp = f"{utc:%Y%m%dT%H%M%S}.{utc.microsecond // 1000:03d}Z"
         return "-".join(filter(None, [stamp, self.commit]))
@@ -51,7 +52,7 @@ class Run:
         options: str = "",
         root: Path = Path(),
     ) -> Run:
-        """The run that starts now, on this machine, with the installed versions and the commit that `root` is at."""
+        """The run that starts now, on this machine, with the installed versions and the current commit of `root`."""
         return cls(
             started=datetime.datetime.now(datetime.UTC),
             commit=_commit(root),
@@ -68,7 +69,7 @@ class Run:
 
 
 def version(distribution: str) -> str:
-    """The installed version of a distribution; empty where it is not installed."""
+    """The installed version of a distribution; empty if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -76,7 +77,7 @@ def version(distribution: str) -> str:
 
 
 def _commit(root: Path) -> str:
-    """The commit of the repository that `root` is in, `-dirty` if tracked files differ; empty where it is in none."""
+    """The commit of the repository that contains `root`, `-dirty` if tracked files differ; empty without a repository."""
 
     def git(*arguments: str) -> str:
         try:
@@ -91,7 +92,7 @@ def _commit(root: Path) -> str:
 
 
 _INSTRUCTIONS = "avx2 avx512f avx512_vnni avx512_bf16 avx512_fp16 amx_bf16 amx_int8 asimd sve"
-"""Instructions, as Linux names them, for which torch has kernels of their own."""
+"""Instruction sets, as Linux names them, for which torch has separate kernels."""
 
 
 def processor() -> tuple[str, str]:
@@ -99,7 +100,7 @@ def processor() -> tuple[str, str]:
     import torch
 
     said = dict[str, str]()
-    with contextlib.suppress(OSError):  # Linux alone has this file
+    with contextlib.suppress(OSError):  # only Linux has this file
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = said.get("flags", said.get("Features", "")).split()
@@ -109,7 +110,7 @@ def processor() -> tuple[str, str]:
 
 
 def _device_name(device: str) -> str:
-    """The processor with its instructions, cores, and the build of torch with its BLAS, as far as speed and kernels need it."""
+    """The processor with instructions and cores, the BLAS and the build of torch: all that determines speed and kernels."""
     import torch  # reading a report must not wait for torch to load
 
     build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"

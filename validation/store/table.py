@@ -1,4 +1,4 @@
-"""The table of a run, one row a case: made of records, merged, held against its plan, and written to a file at once."""
+"""The table of a run, one row a case: built from records, merged, compared with its plan, and written atomically."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ DESCRIBED: dict[str, tuple[pa.DataType, str]] = {
     "options": (pa.string(), "the options with which `fxopt validate` finds the zoo and the passes"),
     "accepted": (pa.string(), "why a baseline holds this row in the place of a better one"),
 }
-"""The columns that every run has, each with its type and meaning; those that a file of an older version lacks are empty.
+"""The columns of every run, each with type and meaning; columns that an older file lacks are read as empty.
 
-All others are measurements, a float64 column a name, and facts, a string column a name.
+All other columns are measurements (float64) and facts (string), one column a name.
 """
 
 COLUMNS = {name: kind for name, (kind, _) in DESCRIBED.items()}
@@ -67,9 +67,9 @@ def plan_of(ids: Collection[str]) -> str:
 
 
 def missing(table: pd.DataFrame) -> int:
-    """How many cases of its plan a table lacks: 0 for a whole run, and where its plan is not known.
+    """The number of planned cases that a table lacks: 0 for a whole run, and if its plan is not known.
 
-    At least 1 where it has others in their place: a merge of runs of two plans.
+    At least 1 if other cases are in their place, after a merge of runs of two plans.
     """
     if "plan" not in table or not (plan := str(table.sort_values("started", kind="stable")["plan"].iloc[-1])):
         return 0
@@ -78,14 +78,14 @@ def missing(table: pd.DataFrame) -> int:
 
 
 def left_out(table: pd.DataFrame) -> str:
-    """The models that the plan of a table leaves out, each with the package that is missing: `vit (timm), unet (diffusers)`."""
+    """The models that the plan of a table leaves out, each with its missing package: `vit (timm), unet (diffusers)`."""
     return str(table.sort_values("started", kind="stable")["left_out"].iloc[-1])
 
 
 def table_of(records: Sequence[Record], run: Run) -> pa.Table:
     """The records as one table, sorted by case; a measurement that a case lacks is null, not NaN.
 
-    Raises `ReportError` when there are no records, or when a measurement has the name of a column that every run has.
+    Raises `ReportError` if there are no records, or if a measurement has the name of a column of every run.
     """
     if not records:
         raise ReportError("there are no records to write: no case was run, so the previous report stays")
@@ -99,7 +99,7 @@ def table_of(records: Sequence[Record], run: Run) -> pa.Table:
 
 
 def merge(tables: Sequence[pa.Table]) -> pa.Table:
-    """One table of several: of each case the row that started last, so that merging it again changes nothing.
+    """Merge tables: of each case, keep the row that started last, so that merging again changes nothing.
 
     Raises `ReportError` for runs of several commits, versions or zoos.
     """
@@ -120,11 +120,11 @@ def merge(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 SHARED = ("commit", "python", "torch", "transformers", "fxopt", "options")
-"""The columns in which the rows of one report have to agree."""
+"""The columns that must have one value in all rows of a report."""
 
 
 def unlike(*tables: pa.Table | pd.DataFrame) -> str:
-    """The columns of `SHARED` in which the rows of some tables differ, with the values; empty where they agree."""
+    """The columns of `SHARED` that differ between rows of some tables, with the values; empty if all agree."""
     found = {
         name: dict.fromkeys(str(value).strip() or "none" for each in tables for value in each[name].unique())
         for name in SHARED
@@ -156,7 +156,7 @@ def _row(record: Record, run: Run) -> dict[str, object]:
 
 
 def _writable(value: Any) -> Any:
-    """A row without what UTF-8 has no bytes for, such as of the name of a file that an error names: that is escaped."""
+    """Escape characters that UTF-8 cannot encode, such as those in a file name in an error text."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
@@ -165,11 +165,11 @@ def _writable(value: Any) -> Any:
 
 
 SCHEMA = 2
-"""The version of the files, in their metadata; a higher one was written by a later version of this package."""
+"""The version of the file format, stored as metadata; a later version of this package may write a higher one."""
 
 
 class ReportError(FxoptError):
-    """A run cannot be written or read: the message names the file and says what to do."""
+    """A run cannot be written or read; the message names the file and the remedy."""
 
 
 def file_of(run: Path) -> Path:
@@ -178,7 +178,7 @@ def file_of(run: Path) -> Path:
 
 
 def replace(file: Path, content: bytes) -> None:
-    """Writes a file at once: nobody ever sees a part of it."""
+    """Write a file atomically: no reader ever sees a part of it."""
     unfinished = file.with_name(f".{file.name}.unfinished")
     unfinished.write_bytes(content)
     unfinished.replace(file)

@@ -1,1 +1,1 @@
-"""The zoo: its file and the zoos that are built in, entries, models and inputs made of them, and the plan of cases."""
+"""The zoo: its file and the built-in zoos, entries, their models and inputs, and the plan of cases."""

@@ -1,4 +1,4 @@
-"""From an entry of the zoo to a model and its inputs, the same ones on every machine, and to its graph."""
+"""Builds the model of a zoo entry, its inputs (the same on every machine), and its graph."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from .sources import Architecture
 def build_model(entry: Entry) -> nn.Module:
     """The model of an entry in float32 on the CPU, in evaluation mode.
 
-    Unless its weights are pretrained, every bias, scale and running statistic gets a random value: fresh ones
-    are 0 and 1, which makes wrong folds look right.
+    Unless weights are pretrained, every bias, scale and running statistic gets a random value. The initial values 0 and 1
+    would make wrong folds look right.
     """
     if isinstance(entry, Architecture):
         swept: nn.Module = entry.make().build(entry.model)
@@ -46,7 +46,7 @@ def build_model(entry: Entry) -> nn.Module:
 
 
 def make_inputs(entry: Entry, model: nn.Module | None = None, **sizes: int) -> dict[str, Tensor]:
-    """The inputs of an entry: integers as int64, noise as float32; those of a sweep fit `model`, and come in `sizes`."""
+    """The inputs of an entry: integers as int64, noise as float32; inputs of a sweep fit `model` and have these `sizes`."""
     if isinstance(entry, Architecture):
         assert model is not None
         inputs: dict[str, Tensor] = entry.make().example_inputs(model, **sizes)
@@ -56,9 +56,9 @@ def make_inputs(entry: Entry, model: nn.Module | None = None, **sizes: int) -> d
 
 
 def free_sizes(entry: Entry, model: nn.Module) -> dict[str, dict[int, Any]] | None:
-    """The dimensions of the inputs of a sweep that change with the batch or the sequence, if there are any.
+    """The dimensions of a sweep's inputs that change with batch or sequence; None if there are none.
 
-    They are as `dynamic_shapes` of `fxopt.trace` and `torch.export`.
+    They have the form of `dynamic_shapes` in `fxopt.trace` and `torch.export`.
     """
     inputs, *others = (make_inputs(entry, model, **sizes) for sizes in ({}, {"batch": 3}, {"sequence": 11}))
     free = {
@@ -95,7 +95,7 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A graph, the way in which it was captured, why not in the first one, and its seconds: of a sweep, those of the processor."""
+    """A graph, how it was captured, why the first way was refused, and its seconds (in a sweep, of processor time)."""
 
     graph: GraphModule
     way: Way
@@ -104,7 +104,7 @@ class Captured:
 
 
 def capture(entry: Entry, model: nn.Module, inputs: Mapping[str, Tensor]) -> Captured:
-    """Capture a model of a zoo file as its entry says."""
+    """Capture a model of a zoo file as its entry defines."""
     started = time.perf_counter()
     if entry.sizes_are_free and not entry.dynamic_shapes:
         graph = fxopt.symbolic_trace(model, list(entry.inputs))
@@ -122,7 +122,7 @@ def named_shapes(entry: Entry) -> Shapes:
 
 
 def ways(shapes: Shapes | None) -> list[Way]:
-    """With free sizes, else with fixed ones; with default arguments, else with values of the example built in."""
+    """The ways to try: default arguments, then `specialize=True`; each with dynamic sizes, then with static ones."""
     attempts: dict[str, dict[str, Any]] = {DEFAULT: {}, SPECIALIZE: {"specialize": True}}
     return [
         Way(name, {**options, "dynamic_shapes": free})
@@ -132,7 +132,7 @@ def ways(shapes: Shapes | None) -> list[Way]:
 
 
 def capture_first(model: nn.Module, inputs: Callable[[], dict[str, Tensor]], ways: Sequence[Way]) -> Captured:
-    """Capture a model in the first way that does not raise `TraceError`; raises that of the first way if all do."""
+    """Capture a model in the first way without a `TraceError`; if all ways raise one, raise that of the first."""
     errors: list[TraceError] = []
     for way in ways:
         given, started = inputs(), time.process_time()

@@ -1,4 +1,4 @@
-"""An entry of the zoo, as checked data: a model, its weights and inputs, and what is expected of it."""
+"""An entry of the zoo as validated data: a model, its weights and inputs, and its expected results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Reason = Annotated[str, Field(min_length=1)]
 
 
 class Strict(pydantic.BaseModel):
-    """Data with the fields that are named, and no others."""
+    """Data that accepts only the declared fields."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -72,7 +72,7 @@ class Input(Strict):
 
 
 class KnownFailure(Strict):
-    """Cases that fail, and why that is accepted. Passing them is a failure too: the entry is out of date."""
+    """Cases that fail, and why that is accepted. If they pass, that is a failure too: the entry is outdated."""
 
     check: Check
     """The check that fails."""
@@ -90,7 +90,7 @@ class KnownFailure(Strict):
 
 
 class Tolerance(Strict):
-    """An error that a pipeline may make in a model: one that is too large for a right rewrite, or than its passes state."""
+    """An accepted error of a pipeline in a model, larger than the limit for exact passes, or than its passes state."""
 
     pipeline: str
     """The pipeline, as in `known_failures`."""
@@ -101,7 +101,7 @@ class Tolerance(Strict):
 
 
 class Entry(Strict):
-    """One model of the zoo. `given` tells those that a person wrote from those of a sweep."""
+    """One model of the zoo. `given` is True for entries that a person wrote, False for those of a sweep."""
 
     given: ClassVar[bool] = True
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._]*(-[a-z0-9._]+)*$")]
@@ -139,23 +139,23 @@ class Entry(Strict):
 
     @property
     def sizes_are_free(self) -> bool:
-        """True where the graph has to take other sizes than those of the inputs."""
+        """True if the graph must accept other sizes than those of the inputs."""
         return bool(self.dynamic_shapes) or self.sizes == "dynamic"
 
     @property
     def lacks(self) -> str:
-        """The package that the model needs and that is not installed; empty where there is none."""
+        """The package that the model requires and that is not installed; empty if there is none."""
         package = self.requires or ""
         return package if package and not importlib.util.find_spec(package.partition(".")[0]) else ""
 
     def tolerance(self, pipeline: tuple[str, ...]) -> float:
-        """The error that is accepted of a pipeline; 0 for most."""
+        """The accepted error of a pipeline; usually 0."""
         name = "+".join(pipeline)
         return max((each.relative_error for each in self.tolerances if each.pipeline == name), default=0.0)
 
     @pydantic.model_validator(mode="after")
     def _dimensions(self) -> Entry:
-        """Free dimensions are those of inputs, and two of them do not have one size."""
+        """Check that dynamic dimensions exist in inputs, and that no two symbols have the same size."""
         if self.dynamic_shapes and "sizes" in self.model_fields_set:
             raise ValueError("give `sizes` or `dynamic_shapes`, not both")
         sizes: dict[str, int] = {}
@@ -189,7 +189,7 @@ class ZooFile(Strict):
 
 
 def factory(entry: Entry) -> Callable[..., Any]:
-    """Import what `entry.model` names. Raises `ValueError` when there is no such thing."""
+    """Import the callable that `entry.model` names. Raises `ValueError` if there is none."""
     return _imported(entry.model)
 
 
@@ -204,7 +204,7 @@ def _imported(path: str) -> Callable[..., Any]:
 
 
 def judged(failures: Collection[KnownFailure], record: Record) -> Record:
-    """A record in the light of the failures that are known of its model."""
+    """Adapt a record to the known failures of its model."""
     known = [failure for failure in failures if failure.covers(record.case)]
     if not known or record.outcome is Outcome.SKIP:
         return record

@@ -1,4 +1,4 @@
-"""Heads that stand by themselves in the zoo: no model of transformers but GroupViT has layers like theirs."""
+"""Heads that are models of their own in the zoo: only GroupViT, among models of transformers, has such layers."""
 
 from __future__ import annotations
 

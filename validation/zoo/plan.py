@@ -1,4 +1,4 @@
-"""The plan: the zoo × the passes × the devices as a sorted list of cases. Pure functions of their arguments."""
+"""The plan: zoo × passes × devices as a sorted list of cases. All functions are pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .entry import Entry
 from .sources import Architecture
 
 ALL = "all"
-"""The pipeline of every pass that has sites in the model, or may have: there is no record."""
+"""The pipeline of all passes that have sites in the model, or for which no sites are recorded."""
 
 EXACT = "exact"
-"""The part of it that preserves the computation."""
+"""The pipeline of those passes in `all` that preserve the computation."""
 
 
 OPTIMIZED: Mapping[str, Mapping[str, Any]] = {
@@ -28,16 +28,18 @@ OPTIMIZED: Mapping[str, Mapping[str, Any]] = {
     "optimize_inductor": {"engine": "inductor"},
     "optimize_openvino": {"engine": "openvino"},
 }
-"""The pipelines that are `fxopt.optimize` with these options, on the CPU: in each precision, and by each engine."""
+"""The pipelines that call `fxopt.optimize` with these options, on the CPU: in each precision, and with each engine."""
 
 
 def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Sequence[str]) -> list[Case]:
-    """Every case: each model alone, beside its graph, × each pass, × each ordered pair of passes that have sites in it (but in a
-    large model), × the full pipelines `all` and `exact`, those that the zoo names, and `fxopt.optimize` in each precision and by each engine; on each device. Those of a sweep, of which there are hundreds, go through each
-    pass alone, and are not timed.
+    """List every case of a zoo, on each device.
 
-    A pass that is recorded with no sites is planned for its effect alone: that it finds nothing. A pass for
-    which nothing is recorded is planned in full, but not in pairs.
+    A model is paired with: no pass; each pass; each ordered pair of passes with sites (except in a large model); the full
+    pipelines `all` and `exact`, and those of the zoo; and `fxopt.optimize` in each precision and with each engine. The
+    hundreds of models of a sweep are only paired with no pass and with single passes, and are not timed.
+
+    A pass recorded with no sites is planned only for its effect: that it finds nothing. A pass without a record is planned
+    in full, but not in pairs.
     """
     return sorted(
         Case(entry.name, pipeline, device, check)
@@ -50,7 +52,7 @@ def plan(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Se
 
 
 def unmet(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: Sequence[str]) -> list[str]:
-    """The known failures and tolerances that no planned case can have, one line each: they would excuse nothing, and hide a mistake."""
+    """The known failures and tolerances without a planned case, one line each: they excuse nothing, and hide a mistake."""
     found = []
     for entry in zoo:
         cases = plan([entry], passes, devices) if entry.known_failures or entry.tolerances else []
@@ -65,7 +67,7 @@ def unmet(zoo: Sequence[Entry], passes: Mapping[str, Transformation], devices: S
 
 
 def content(case: Case, entry: Entry, passes: Mapping[str, Transformation]) -> str:
-    """A digest of what a case is made of: the definition of its model, and its passes with their options."""
+    """A digest of the definition of a case: of its model, and of its passes with their options."""
     fields = {"model", "config", "weights", "inputs", "sizes", "dynamic_shapes", "dtype"}
     made = entry.model_dump_json(include=fields)
     parts = [passes[name] for name in members(entry, case.pipeline, passes)]
@@ -76,7 +78,7 @@ def content(case: Case, entry: Entry, passes: Mapping[str, Transformation]) -> s
 
 
 def pipelines(entry: Entry, passes: Mapping[str, Transformation]) -> list[tuple[str, ...]]:
-    """The pipelines that are applied to a model; `all`, `exact` and those of the zoo by name."""
+    """The pipelines that are applied to a model; `all`, `exact` and those of the zoo are given by name."""
     if not entry.given:
         return [(name,) for name in passes]
     with_sites = [name for name, count in entry.sites.items() if count and name in passes]
@@ -87,9 +89,9 @@ def pipelines(entry: Entry, passes: Mapping[str, Transformation]) -> list[tuple[
 
 
 def members(entry: Entry, pipeline: tuple[str, ...], passes: Mapping[str, Transformation]) -> tuple[str, ...]:
-    """The passes that a pipeline stands for, in order; none for `fxopt.optimize`, which picks its own.
+    """The passes of a pipeline, in order; none for `fxopt.optimize`, which picks its own.
 
-    `all` and `exact` lack those recorded with no sites.
+    `all` and `exact` leave out passes recorded with no sites.
     """
     if pipeline and pipeline[0] in OPTIMIZED:
         return ()

@@ -1,5 +1,5 @@
-"""The entries of a zoo: of `model_zoo.yaml`, as checked data (a mistake in the file is one message with entry and field), or of a
-sweep: every model of a source, such as the model types of transformers.
+"""The entries of a zoo, from `model_zoo.yaml` or a sweep. The file becomes validated data; each mistake in it is one message
+with entry and field. A sweep has every model of a source, such as the model types of transformers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .entry import Entry, Input, ZooFile, factory
 from .yaml_file import ZooError
 
 Mistake = tuple[tuple[Any, ...], str]
-"""A place in a zoo file, and what is wrong there."""
+"""A place in a zoo file, and the mistake there."""
 
 _IN_YAML = {
     "missing": "is missing",
@@ -33,16 +33,16 @@ _IN_YAML = {
     **dict.fromkeys(("dict_type", "model_type"), "give keys with values"),
     "too_short": "is empty",
 }
-"""Mistakes in the words of a file, by pydantic's names for them; its texts speak of Python's types."""
+"""Messages in terms of the file, by pydantic's error types, whose own texts use Python's types."""
 
 
 def load_zoo(path: Path, paths: Iterable[str] = ()) -> tuple[list[Entry], dict[str, Transformation]]:
-    """The entries of the zoo file at `path`, checked against its schema and the code, and every pass that it may name.
+    """The entries of the zoo file at `path`, checked against its schema and the code, and all passes that it may name.
 
-    The passes are those installed, those at `paths`, and those of the file, by their names.
+    The passes, by name, are the installed ones, those at `paths`, and those of the file.
 
     Raises:
-        ZooError: if the file, or that of the recorded sites, cannot be read or says something wrong.
+        ZooError: if the file, or the file of the recorded sites, cannot be read or has mistakes.
         PassError: if one of `paths` is not a pass.
     """
     passes, data = fxopt.passes.ready(paths), yaml_file.read(path)
@@ -61,7 +61,7 @@ def load_zoo(path: Path, paths: Iterable[str] = ()) -> tuple[list[Entry], dict[s
 
 
 def _found(error: pydantic.ValidationError) -> list[Mistake]:
-    # A list whose items are wrong is too short, too, for pydantic.
+    # For pydantic, a list with wrong items is also too short.
     own = [each for each in error.errors() if each["type"] != "too_short" or not each["input"]]
     return [(e["loc"], _IN_YAML.get(e["type"], e["msg"].removeprefix("Value error, "))) for e in own]
 
@@ -69,7 +69,7 @@ def _found(error: pydantic.ValidationError) -> list[Mistake]:
 def _own_passes(
     file: ZooFile, passes: dict[str, Transformation], paths: Iterable[str]
 ) -> tuple[dict[str, Transformation], list[Mistake]]:
-    """The passes with those that a file names by their paths, and what is wrong with these."""
+    """Add the passes that a file names by their paths; return all passes, and the mistakes in these names."""
     lists: dict[tuple[str, ...], tuple[str, ...]] = {("passes",): file.passes}
     lists |= {("pipelines", name): said for name, said in file.pipelines.items()}
     paths, wrong = [*paths], list[Mistake]()
@@ -88,17 +88,17 @@ def _own_passes(
 
 
 def name_of(said: str) -> str:
-    """The name of a pass as a zoo file says it."""
+    """The name of a pass from its name or path in a zoo file."""
     return said.rpartition(".")[2]
 
 
 def sites_file(zoo: Path) -> Path:
-    """The file beside a zoo file that records how many sites each pass rewrites alone in each model."""
+    """The file next to a zoo file that records how many sites each single pass rewrites in each model."""
     return zoo.with_suffix(".sites.yaml")
 
 
 def recorded_sites(zoo: Path) -> dict[str, dict[str, int]]:
-    """The sites that are recorded for a zoo file, by model and pass; none where there is no such file."""
+    """The recorded sites of a zoo file, by model and pass; empty if there is no such file."""
     form = pydantic.TypeAdapter(dict[str, dict[str, Annotated[int, Field(ge=0, strict=True)]]])
     data = yaml_file.read(file) if (file := sites_file(zoo)).exists() else {}
     try:
@@ -109,7 +109,7 @@ def recorded_sites(zoo: Path) -> dict[str, dict[str, int]]:
 
 
 def _mistakes_in(file: ZooFile, passes: Collection[str]) -> Iterator[Mistake]:
-    """Find what the schema alone cannot tell: names that stand for nothing, or for two things."""
+    """Find mistakes that the schema cannot detect: names that mean nothing, or two things."""
     for name in {*passes, "all", "exact"} & {*file.pipelines}:
         yield ("pipelines", name), "a pass, or a pipeline that is always there, has this name"
     for index, name in enumerate(file.order):
@@ -122,7 +122,7 @@ def _mistakes_in(file: ZooFile, passes: Collection[str]) -> Iterator[Mistake]:
         for field in {"sites", "pipelines"} & entry.model_fields_set:
             yield ("models", index, field), "not written by hand, and not for one model alone"
         if entry.requires:
-            continue  # importing what only this entry needs takes seconds: its mistakes show when it is run
+            continue  # importing this entry's package takes seconds: mistakes show when the entry runs
         try:
             function = factory(entry)
         except ValueError as error:
@@ -133,7 +133,7 @@ def _mistakes_in(file: ZooFile, passes: Collection[str]) -> Iterator[Mistake]:
 
 
 def _mismatches(entry: Entry, function: Callable[..., Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Config overrides and inputs that the model does not know; transformers would ignore a wrong override."""
+    """Config overrides and inputs that the model does not have; transformers would ignore a wrong override."""
     config_class = getattr(function, "config_class", None)
     if config_class is not None:
         yield from _unknown_options(entry.config, _defaults(config_class), ("config",))
@@ -178,32 +178,32 @@ def _unknown_options(
 
 
 SOURCES = {"transformers": f"{__package__}.architectures"}
-"""The zoos that are built in: the name for `--fx-zoo`, and the module that makes the models."""
+"""The built-in zoos: the name for `--fx-zoo`, and the module that makes the models."""
 
 SOURCE = "source"
-"""The fact that each record of a sweep has: where its model comes from."""
+"""The fact with the source of the model, in each record of a sweep."""
 
 
 class Architecture(Entry):
     """One model of a sweep: an entry whose model and inputs a source makes.
 
-    Nobody has said of it that it runs, or how it is captured. Where it does not run it is skipped; it is captured in
-    the first of several ways, and what no way takes is refused; where it mixes dtypes it is judged in its own.
+    It is not known whether the model runs, or how to capture it. If it does not run, it is skipped. It is captured in the
+    first of several ways that works, and refused if none does. If it mixes dtypes, it is judged in its own dtype.
     """
 
     given: ClassVar[bool] = False
     name: str
     inputs: dict[str, Input] = Field(default={})
     source: str  # the name of the module that makes it, so that workers get it
-    peer: bool = False  # run torch.export beside fxopt
+    peer: bool = False  # run torch.export for comparison
 
     def make(self) -> Any:
-        """The module that makes the model: it has `model_types`, `build` and `example_inputs`."""
+        """The module that makes the model, with `model_types`, `build` and `example_inputs`."""
         return importlib.import_module(self.source)
 
 
 def architectures(zoo: str, peer: bool = False) -> list[Architecture]:
-    """Every model of a built-in zoo, sorted by name. Raises `ZooError` when the package it needs is missing."""
+    """Every model of a built-in zoo, sorted by name. Raises `ZooError` if a package that it requires is missing."""
     try:
         source: Any = importlib.import_module(SOURCES[zoo])
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""YAML as data, and a message for a place in it."""
+"""Reads YAML as data, and makes messages for places in a file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fxopt.errors import FxoptError
 
 
 class ZooError(FxoptError):
-    """The zoo file is wrong: the message names file, entry and field, one line a mistake."""
+    """The zoo file has mistakes; the message names file, entry and field, one line a mistake."""
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml, where it is: ten times as fast
-    """Refuses a key that is given twice: YAML keeps the last and says nothing."""
+    """Refuses a key that is given twice: YAML would silently keep the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -45,7 +45,7 @@ def read(path: Path) -> Any:
 
 
 def mistakes(path: Path, data: Any, found: Sequence[tuple[Sequence[Any], str]]) -> ZooError:
-    """An error with a line for each place that is wrong: `model_zoo.yaml: bert-base: inputs.input_ids.shape: ...`."""
+    """Make an error with a line for each mistake: `model_zoo.yaml: bert-base: inputs.input_ids.shape: ...`."""
     return ZooError("\n".join(_line(path, data, *each) for each in found))
 
 

@@ -1,7 +1,7 @@
-"""Decisions on values: what Python asks of the numbers in a tensor, which no fake tensor can answer (`if mask.all():`).
+"""Decisions on values: Python reads numbers in a tensor (`if mask.all():`), which a fake tensor does not have.
 
-The script of a run says the outcome, or with `specialize=True` the example inputs; else the branch stays open. Each outcome
-leaves a check in the place of the question.
+The script of a run gives the outcome or, with `specialize=True`, the example inputs do; otherwise the branch stays open. For
+each decision, the graph gets a runtime check.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fxopt.capture.runtime.checks import check_outcome, check_same_outcome
 from fxopt.objects import tensors_in
 from fxopt.torch_internals import version_of
 
-# The methods that make a Python value of a tensor, and functions that return one, with its type.
+# The methods and functions that return a Python value read from tensors, with its type.
 READS: dict[str, type] = {
     **dict.fromkeys(("__bool__", "is_nonzero", "__contains__", "equal", "allclose"), bool),
     **dict.fromkeys(("__int__", "__index__"), int),
@@ -45,40 +45,40 @@ READS: dict[str, type] = {
 }
 ARRAYS = {"numpy", "__array__"}
 
-# A loop that goes on while the answer is the same would not end.
+# The limit for a loop that would never end, because it repeats while the answer is the same.
 _MOST_QUESTIONS_BY_LINE = 1000
 
 
 Q = TypeVar("Q", bound=DataDependentBranch)
 
 
-# The writes in the body of a branch, each with the index that says where in a tensor.
+# The writes in the body of a branch, each with the index that selects the elements.
 Body = list[tuple[torch.fx.Node, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class BranchAtLine:
-    """A branch that was decided by its line."""
+    """A branch whose outcome the script gives by line."""
 
     node: torch.fx.Node  # its check
     where: str
     answer: bool
     drawn: int  # how often random numbers were drawn before
-    state: FrameSnapshot  # of Python, then
+    state: FrameSnapshot  # Python variables at the branch
 
 
 @dataclasses.dataclass(eq=False)
 class BranchDecisions:
-    """The decisions on values of one capture; `answers` is the script, and `example` decides what comes after it."""
+    """The decisions on values in one run; `answers` is the script, and `example` decides the branches after it."""
 
     writer: GraphWriter
     fake_mode: CaptureFakeMode
     answers: Outcomes
     example: ExampleRun | None
     raising: dict[tuple[Any, str], bool]
-    # Whether a size is known where it is the key of a dict; there is none otherwise.
+    # Whether the value of a size is read if the size is the key of a dict; otherwise, hashing the size raises an error.
     knows_keys: bool
-    # Whether the parameters and buffers decide by their values of now.
+    # Whether parameters and buffers decide by their current values.
     by_state: bool
 
     def __post_init__(self) -> None:
@@ -86,19 +86,19 @@ class BranchDecisions:
         self.constant = ConstantRun(self.writer, self.by_state)
         self._answered = 0
         self._known: dict[Any, Any] = {}
-        # What was answered about sizes by line, or as a call of torch requires it.
+        # The outcomes of conditions on sizes that are decided already.
         self._supposed: dict[Any, bool] = {}
         self.calls = OperatorChecks(self.fake_mode, self.raising, self._settle)
-        # The branches at each of those lines.
+        # The branches that the script decides by line, at each line.
         self.asked_at: dict[str, list[BranchAtLine]] = collections.defaultdict(list)
         self._asked_by_line = 0
-        # The loop over places that runs now, and the place.
+        # The line of the loop over positions of a mask that is running, and its position.
         self.running: tuple[str, int] | None = None
-        # The checks of decisions, one line each.
+        # Descriptions of the checks of decisions, one line each.
         self.checks: list[str] = []
-        # The first branch without an outcome; a forward may catch the error, but a graph must not come of it.
+        # The first open branch; even if the forward catches its error, the run must not return a graph.
         self.open: DataDependentBranch | None = None
-        # The last text that was made of a value which is not known, and that is no message.
+        # The last text that was made of an unknown value, except for messages.
         self.text_question: DataDependentText | None = None
 
     @property
@@ -108,11 +108,11 @@ class BranchDecisions:
 
     @property
     def count(self) -> int:
-        """How many decisions there were."""
+        """The number of decisions so far."""
         return len(self.checks) + sum(map(len, self.asked_at.values()))
 
     def read(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give the value that `function`, one of `READS`, reads of tensors."""
+        """Return the Python value that `function`, one of `READS`, reads from tensors."""
         kind = READS[name]
         if len(args) == 1 and not kwargs and name != "__contains__":
             node = self.writer.argument(args[0])
@@ -121,14 +121,14 @@ class BranchDecisions:
             node = self.writer.create(op, target, *self.writer.arguments(name, args, kwargs), None)
         tensors = list(tensors_in((args, kwargs)))
         if any(t.is_inference() for t in tensors):
-            return self._decide(node, kind)  # they count no writes
+            return self._decide(node, kind)  # inference tensors do not count writes
         key = node, tuple(version_of(t) for t in tensors), kind
         if key not in self._known:
             self._known[key] = self._decide(node, kind)
         return self._known[key]
 
     def runs(self, place: torch.Tensor, position: int) -> bool:
-        """Tell whether a loop runs at a place: as was answered for its line, if no error of the model's comes of it."""
+        """Tell whether a loop runs at a position: as the script decides for its line, unless the model raises an error there."""
         node, line = self.writer.argument(place), self.writer.location()
         end, error = self.answers.ends.get(line, (None, ""))
         if end is not None and position >= end:
@@ -141,7 +141,7 @@ class BranchDecisions:
         return answer
 
     def text(self, name: str, tensor: torch.Tensor, specification: str = "") -> str:
-        """Give the text that `__format__` or `__repr__` makes of a tensor; in a message, any text will do."""
+        """Return the text that `__format__` or `__repr__` makes of a tensor; for a message, any text will do."""
         message = is_diagnostic(model_frame(sys._getframe(1)))
         number = name == "__format__" and not tensor.dim() and not tensor.is_complex()
         if self.specialised and number and not message:
@@ -151,12 +151,12 @@ class BranchDecisions:
         return object.__format__(tensor, "")
 
     def note_text(self, value: Any) -> None:
-        """Take note of a text that is made of a value which is not known."""
+        """Record that text is made of an unknown value, unless the text is a message."""
         if not is_diagnostic(model_frame(sys._getframe(1))):
             self.text_question = self._question(self.writer.argument(value), str, DataDependentText)
 
     def array(self, tensor: torch.Tensor) -> Any:
-        """A tensor as a numpy array, all of whose values the graph then takes for granted."""
+        """Return a tensor as a numpy array; the graph then checks all of its values."""
         node = self.writer.argument(tensor)
         if self.example is None:
             raise self._opened(node, torch.Tensor)
@@ -166,7 +166,7 @@ class BranchDecisions:
         return self.example.read(node, lambda tensor: tensor.detach().clone().numpy())
 
     def size(self, expression: Any) -> Any:
-        """The value of a sympy expression of unbacked sizes; None if it cannot be told."""
+        """Return the value of a sympy expression of unbacked sizes; None if it cannot be determined."""
         if not all(map(self.sizes.has_source, expression.free_symbols)):
             return None
         if expression in self._supposed:
@@ -191,11 +191,11 @@ class BranchDecisions:
         return sympy.sympify(answer)
 
     def _node(self, expression: Any, kind: type) -> Any:
-        """The node that computes a sympy expression of sizes, or a Python number when it is one after all."""
+        """Return the node that computes a sympy expression of sizes; a Python number if the expression is constant."""
         return self.sizes.node(self._shape_env.symbolic(expression, kind))
 
     def _settle(self, question: Any, answer: bool, otherwise: str) -> None:
-        """Settle a condition on sizes, with a check: a call raises the error `otherwise` for the other outcome."""
+        """Settle a condition on sizes, with a check; for the other outcome, a call raises the error `otherwise`."""
         self._check(self._node(question, bool), answer, otherwise)
         self._suppose(question, answer)
         self._learn(question, answer)
@@ -207,13 +207,13 @@ class BranchDecisions:
             self._shape_env.assume(fact, LEARNED)
 
     def _suppose(self, expression: Any, answer: bool) -> None:
-        """Keep the outcome of a condition on sizes."""
+        """Store the outcome of a condition on sizes."""
         self._supposed |= {expression: answer, sympy.Not(expression): not answer}
 
     def _exclude_empty(self, expression: Any) -> None:
-        """Exclude a size of 0, which leads to further questions, where a condition sets 0 and 1 apart from all others.
+        """Exclude a size of 0, which needs further decisions, if a condition separates 0 and 1 from all other sizes.
 
-        Of an outcome by line the ShapeEnv learns nothing else: the graph holds for the other, too.
+        The ShapeEnv learns nothing else from an outcome by line, because the graph is also valid for the other outcome.
         """
         size = _size_compared_with_one(expression)
         if size is not None:
@@ -224,7 +224,7 @@ class BranchDecisions:
                     self._shape_env.assume(fact, LEARNED)
 
     def _by_line(self, node: torch.fx.Node, kind: type, counted: bool = True) -> bool | None:
-        """The outcome that the script has for this line, if any, with a check that all branches of the line have one outcome."""
+        """Return the script's outcome for this line, if any, and write a check that all branches of the line have the same."""
         line = self.writer.location()
         answers = self.answers.at_lines.get(line)
         if answers is None or kind is not bool:
@@ -298,7 +298,7 @@ class BranchDecisions:
 
 
 def _size_compared_with_one(expression: Any) -> sympy.Expr | None:
-    """The size that a relation compares with a number, with one answer at 0 and 1, and the other one at all others."""
+    """Return the size in a relation with one answer at 0 and 1, and the other answer at all other sizes; else None."""
     if not isinstance(expression, sympy.Rel) or not all(s.is_integer for s in expression.free_symbols):
         return None
     constant, terms = sympy.expand(expression.lhs - expression.rhs).as_coeff_Add()

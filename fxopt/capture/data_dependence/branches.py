@@ -9,9 +9,9 @@ from fxopt.errors import TraceError, error_text
 
 
 class DataDependentBranch(TraceError):
-    """The forward decides on a value, at `where`, and nothing says how; `line` is the source line in whichever module.
+    """The forward decides on an unknown value, at `where`; `line` is the source line, without the module.
 
-    `on_state` says whether the value depends on nothing but parameters and buffers.
+    `on_state` is True if the value depends only on parameters and buffers.
     """
 
     def __init__(self, message: str, kind: type, where: str, line: str, on_state: bool) -> None:
@@ -19,25 +19,25 @@ class DataDependentBranch(TraceError):
         self.kind, self.where, self.line, self.on_state = kind, where, line, on_state
 
     def because(self, reason: str) -> DataDependentBranch:
-        """This error, with the reason why the branch could not be settled."""
+        """Return this error with the reason why the branch could not be settled."""
         message = f"{self} That it makes no difference could not be shown: {reason}."
         return type(self)(message, self.kind, self.where, self.line, self.on_state)
 
 
 class DataDependentLoop(DataDependentBranch):
-    """The forward loops over the places where a mask is true: is there one?"""
+    """The forward loops over the positions where a mask is true; the decision is whether there is one."""
 
 
 class DataDependentWhile(DataDependentBranch):
-    """The forward repeats the body of a `while` until a value says otherwise: the same question may come again without an end."""
+    """The forward repeats the body of a `while` until a value ends it: the same decision may recur without end."""
 
 
 class NumberBranch(DataDependentBranch):
-    """The forward compares numbers that are known only when the graph runs, as sizes are, for which guards are put."""
+    """The forward compares numbers that are known only when the graph runs, such as unbacked sizes."""
 
 
 class PlaceError(TraceError):
-    """The body of a loop raises an error of the model's at a place: `error`, as for an index that is out of range."""
+    """The body of a loop raises the model's own `error` at a position of a mask, such as an index out of range."""
 
     def __init__(self, message: str, line: str, position: int, error: Exception) -> None:
         super().__init__(message)
@@ -45,19 +45,19 @@ class PlaceError(TraceError):
 
 
 class DataDependentText(DataDependentBranch):
-    """The forward makes a text of a value, and may decide on it, as in `experts[f"expert_{number}"]`."""
+    """The forward makes a text of a value, and may decide on the text, as in `experts[f"expert_{number}"]`."""
 
 
 class SizeAsKeyError(TypeError):
-    """A free size is hashed, to be the key of a dict, and the forward does not go on without."""
+    """A dynamic size is hashed as the key of a dict, so its value must be known."""
 
 
-MOST_ROUNDS = 8  # of a `while` that only a value ends
+MOST_ROUNDS = 8  # for a `while` that only a value ends
 
 
 @dataclasses.dataclass
 class Outcome:
-    """The outcome of a branch, the error of the model to which the other one leads, and whether a run came to the branch."""
+    """The outcome of a branch, the model's error for the other outcome, and whether a run reached the branch."""
 
     answer: bool
     otherwise: str = ""
@@ -68,11 +68,11 @@ class Outcome:
 class Outcomes:
     """A script: the outcomes of all branches at some lines, and of the first branches elsewhere, in the order of the run."""
 
-    at_lines: Mapping[str, tuple[bool, bool]] = dataclasses.field(default_factory=dict)  # two, in turn
+    at_lines: Mapping[str, tuple[bool, bool]] = dataclasses.field(default_factory=dict)  # two, used in turn
     settled: tuple[Outcome, ...] = ()
-    # Where the graph holds both sides of branches, what is known of the branch that follows each row of outcomes.
+    # If the graph contains both sides: by sequence of outcomes, what is known about the branch that follows.
     both: dict[tuple[bool, ...], Outcome | None] | None = None
-    # Loops that start at one of these lines end before a place, at which the model would raise an error.
+    # By line of a loop over positions, the position before which the loop ends, and the model's error at that position.
     ends: Mapping[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
 
     def and_then(self, settled: Outcome) -> Outcomes:

@@ -1,4 +1,4 @@
-"""The example inputs, run through the nodes that are written so far: what `specialize=True` decides by."""
+"""Runs the example inputs through the nodes recorded so far: with `specialize=True`, the resulting values decide."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from fxopt.torch_internals import storage_identity
 
 T = TypeVar("T")
 
-# Not run: checks, which hold for the example; the choice of attention backends, which torch keeps for the process.
+# Not run: checks, which the example satisfies, and the choice of attention backends, which affects the whole process.
 _SKIPPED = {check_same_outcome, check_outcome, check_value, modes.enter_sdpa_kernel}
 
 
 class ExampleRun:
-    """The nodes of a graph that is being written, run for real when the first value is asked for; values are kept.
+    """Runs the nodes of an unfinished graph on real data as soon as a value is needed, and keeps all values.
 
-    All runs in one thread of its own: torch keeps modes (fake tensors, gradients, autocast) for each thread. The model is not
-    changed: buffers, and parameters that a layer writes, are copied. `constants` are the tensors of `get_attr` nodes that the
-    model does not have, and `examples` the real value for each fake input, by its identity.
+    The nodes run in a separate thread, because torch keeps modes (fake tensors, gradients, autocast) per thread. The model does
+    not change: buffers, and parameters that a layer writes, are copied. `constants` are the tensors of `get_attr` nodes that
+    the model does not have. `examples` has the real value for each fake input, by the identity of the fake.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ExampleRun:
     ) -> None:
         self._model, self._layers, self._graph = model, layers, graph
         self._constants, self._examples = constants, examples
-        # Of the nodes written so far, in a copy of the model.
+        # Runs the nodes written so far; a copy of the model replaces the empty module.
         self._interpreter = torch.fx.Interpreter(torch.nn.Module(), False, graph)
         self._values = self._interpreter.env
         self._inputs: dict[int, Any] = {}
@@ -80,7 +80,7 @@ class ExampleRun:
         plain = [t for m in self._model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
         shared = [t for t in (*self._model.parameters(), *plain) if id(t) not in written]
         self._shared = {storage_identity(t.untyped_storage()) for t in shared}
-        drawn = random.getstate()  # some models draw a name when they are copied
+        drawn = random.getstate()  # some models draw a random name when they are copied
         memo = {id(t): t for t in (*shared, *sys.modules.values())}
         self._interpreter.module = copy.deepcopy(self._model, memo)
         random.setstate(drawn)
@@ -93,11 +93,11 @@ class ExampleRun:
         return self._graph.nodes
 
     def _run(self) -> None:
-        """Run the nodes that are new."""
+        """Run the new nodes."""
         devices = {t.device for t in tensors_in(list(self._examples.values())) if t.is_cuda}
         with torch.random.fork_rng(devices=devices):
             if self._random_state is not None:
-                torch.set_rng_state(self._random_state)  # the numbers go on where the last nodes left them
+                torch.set_rng_state(self._random_state)  # continue after the numbers that the last nodes drew
             for node in self._nodes():
                 if node in self._values:
                     continue
@@ -105,7 +105,7 @@ class ExampleRun:
                     self._values[node] = self._result(node)
                 except TraceError:
                     raise
-                except Exception as error:  # the model's own, on these values
+                except Exception as error:  # the model's own error for these values
                     raise TraceError(
                         "the example inputs, on which specialize=True decides, lead to an error at "
                         f"{node.format_node()}: {error_text(error)}"
@@ -138,7 +138,7 @@ class ExampleRun:
 
 
 class ConstantRun(ExampleRun):
-    """The nodes that give the same at each call: they depend on numbers of the forward and on `constants` alone.
+    """Runs the nodes that return the same in each call: they depend only on numbers of the forward and on `constants`.
 
     With `by_state`, parameters and buffers count as constants, too.
     """
@@ -147,11 +147,11 @@ class ConstantRun(ExampleRun):
         super().__init__(torch.nn.Module(), (), writer.graph, writer.constants, {})
         self._shell, self._made_by, self.by_state = writer.shell, writer.made_by, by_state
         self._needed: set[torch.fx.Node] = set()
-        # The tensors that decided, by the targets of their nodes: none of them may be written.
+        # The targets of the `get_attr` nodes whose tensors decided: the forward must not write these tensors.
         self.decided_by: set[str] = set()
 
     def knows(self, node: torch.fx.Node, kind: type) -> bool:
-        """Tell whether a node is such a one, of which Python can make a number of this kind."""
+        """Tell whether a node returns the same in each call, and Python can convert its value to this kind of number."""
         self._needed = set()
         left = [node]
         while left:
@@ -162,16 +162,16 @@ class ConstantRun(ExampleRun):
                 left += () if is_device(found) else found.all_input_nodes
             left = left or self._writes()
         if any(map(self._written, self._needed)):
-            self._values.clear()  # what has been written since may be read as it was before
+            self._values.clear()  # a write may have changed values that were computed earlier
         try:
             self.read(node, kind)
-        except Exception:  # the model's own, too, as of `bool` of several numbers
+        except Exception:  # also the model's own errors, such as `bool` of several numbers
             return False
         self.decided_by |= {str(each.target) for each in self._read()}
         return True
 
     def makes(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor, when the run is over, is made of numbers of the forward alone, and of no attribute."""
+        """Tell, after the run, whether a tensor is made only of numbers of the forward, and of no attribute."""
         node = self._made_by(tensor)
         try:
             return node is not None and self.knows(node, type) and not self.is_shared()
@@ -179,7 +179,7 @@ class ConstantRun(ExampleRun):
             self.close()
 
     def is_shared(self) -> bool:
-        """Tell whether the last node depends on a tensor of the model, which the user may write between calls."""
+        """Tell whether the last node given to `knows` depends on a tensor of the model, which users may write between calls."""
         return any(
             each.target not in self._constants
             or self._shell.real(each.meta["val"])[0] not in ("", each.target)
@@ -187,7 +187,7 @@ class ConstantRun(ExampleRun):
         )
 
     def would_know(self, node: torch.fx.Node, kind: type) -> bool:
-        """Tell whether it is the parameters and buffers alone that keep `knows` from being true."""
+        """Tell whether `knows` would be True if parameters and buffers counted as constants; False if they do already."""
         if self.by_state:
             return False
         decided_by, self.by_state = {*self.decided_by}, True
@@ -201,7 +201,7 @@ class ConstantRun(ExampleRun):
 
     def _is_constant(self, node: torch.fx.Node) -> bool:
         if node.op == "get_attr":
-            # What an earlier call has computed of sizes or buffers may be another one.
+            # A value that an earlier call computed from sizes or buffers may differ in other calls.
             kept = self.by_state or node.target in self._constants
             return kept and id(node.meta["val"]) not in self._shell.computed
         of_torch = node.op == "call_function" and operators.is_torch_function(node.target)
@@ -209,13 +209,13 @@ class ConstantRun(ExampleRun):
         return on_cpu and (of_torch or node.op == "call_method" or is_device(node))
 
     def _writes(self) -> list[torch.fx.Node]:
-        """The other nodes that write into memory of those that are needed."""
+        """Return the other nodes that write into memory of the needed nodes."""
         memory = memory_of(self._needed)
         others = [n for n in self._graph.nodes if n not in self._needed and n.target not in _SKIPPED]
         return [node for node in others if memory & self._written(node)]
 
     def _written(self, node: torch.fx.Node) -> set[int]:
-        """The memory into which a node writes."""
+        """Return the memory into which a node writes."""
         written = effects.written_by(node, called_module(self._shell.model, node))
         return memory_of(node.all_input_nodes if written is None else written)
 
@@ -240,7 +240,7 @@ class ConstantRun(ExampleRun):
 
 
 def _current_modes() -> list[Callable[[], Any]]:
-    """Contexts that bring another thread into the modes of this one."""
+    """Return functions that, called in another thread, enter the modes of this thread."""
     enter: list[Callable[[], Any]] = [functools.partial(set_grad_enabled, torch.is_grad_enabled())]
     if torch.is_inference_mode_enabled():
         enter.append(torch.inference_mode().__enter__)

@@ -1,4 +1,4 @@
-"""Decisions on values in code that runs out of sight: a layer, and an `autograd.Function`, is one node whatever it decides."""
+"""Decisions on values in code that is not recorded: a layer or an `autograd.Function` is one node for all outcomes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fxopt.memory import storage_of, version_of
 from fxopt.objects import tensors_in
 from fxopt.torch_internals import pytree
 
-# Each doubles how often the call is made.
+# Each decision doubles the number of calls.
 _MOST_QUESTIONS = 5
 
 
 def whatever_it_decides(
     shape_env: Any, where: str, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """The result of a call on fakes, made once for each outcome of its decisions on values; `where` names what is called.
+    """Make a call on fakes once for each outcome of its decisions on values, and return a result; `where` names the callee.
 
     Raises:
-        TraceError: the results differ in more than values. The decision stays open where there are too many.
+        TraceError: if the results differ in more than values. If there are too many decisions, the last one stays open.
     """
     outer, script, found = shape_env.decide, list[bool](), list[tuple[Any, list[str]]]()
     answers: dict[Any, bool] = {}
     given = [*tensors_in((args, kwargs))]
-    # There torch counts no writes.
+    # For inference tensors, torch does not count writes.
     uncounted = torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in given)
 
     def decide(expression: Any) -> Any:
@@ -78,12 +78,12 @@ def whatever_it_decides(
     if not found:
         raise failure
     for tensor in tensors_in(found[0][0]):
-        tensor.constant = None  # type: ignore[attr-defined]  # which is that of one outcome
+        tensor.constant = None  # type: ignore[attr-defined]  # it is the constant of one outcome
     return found[0][0]
 
 
 def _described(result: Any, given: Sequence[torch.Tensor], writes: bool) -> list[str]:
-    """All that a graph knows of a call but for values: structure, layout, and which inputs are returned, share memory or are written."""
+    """Describe a result without its values: structure, layout, and whether inputs are returned, share memory or are written."""
     leaves, structure = pytree.tree_flatten(result)
     known = [f"{structure} {writes}"]
     for leaf in leaves:

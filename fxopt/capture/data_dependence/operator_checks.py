@@ -1,4 +1,4 @@
-"""Decides conditions on unbacked sizes for which an operator raises unless they have one outcome."""
+"""Settles conditions on unbacked sizes if an operator raises an error for one of the outcomes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 class AskedInCallError(Exception):
-    """A call of torch decides on an unbacked size; it is made anew when that is settled."""
+    """A call of torch decides on an unbacked size; the call is repeated once the condition is settled."""
 
 
 def is_model_error(error: BaseException) -> bool:
     """Tell whether an exception comes from a `raise` or `assert` of the model, or from a check that it calls in torch."""
     if str(error).startswith("cannot reshape tensor of 0 elements into shape"):
-        return True  # by C++, on tensors with values just so: what -1 stands for cannot be told
+        return True  # C++ code raises this also for real tensors: the size in place of -1 is ambiguous
     last: Any = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -43,10 +43,10 @@ def is_model_error(error: BaseException) -> bool:
 
 @dataclasses.dataclass(eq=False)
 class OperatorChecks:
-    """Settles conditions on unbacked sizes inside a call of torch that raises unless they have one outcome.
+    """Settles conditions on unbacked sizes inside a call of torch that raises an error for one of the outcomes.
 
-    `raising` says of kinds of conditions whether a call was seen to raise, as to try costs a few calls. `settle(condition,
-    outcome, otherwise)` is told the outcome that it must have, and the error to which the other one leads.
+    `raising` stores for each kind of condition whether a call raises, because a trial costs a few calls. `settle(condition,
+    outcome, otherwise)` receives the required outcome, and the error for the other outcome.
     """
 
     fake_mode: CaptureFakeMode
@@ -54,13 +54,13 @@ class OperatorChecks:
     settle: Callable[[Any, bool, str], None]
 
     def __post_init__(self) -> None:
-        # The function that runs, its first condition, and those that it leaves open.
+        # The running function, its first condition, and the conditions that it leaves open.
         self._function: Any = None
         self._asked: Any = None
         self._left_open: set[Any] = set()
 
     def ask(self, question: Any) -> None:
-        """Raise AskedInCallError if a call runs that may raise for one of the answers."""
+        """Raise AskedInCallError if a call is running that may raise an error for one of the outcomes."""
         if self._function is None or question in self._left_open:
             return
         if self.raising.get(_kind(self._function, question), True):
@@ -77,7 +77,7 @@ class OperatorChecks:
             self._function, self._asked = call.func, None
             try:
                 result = call()
-            except Exception:  # torch may raise an error of its own in the place of AskedInCallError
+            except Exception:  # torch may convert AskedInCallError to an error of its own
                 if self._asked is None:
                     raise
             finally:
@@ -100,13 +100,13 @@ class OperatorChecks:
 
 
 def _kind(function: Any, question: Any) -> tuple[Any, str]:
-    """A condition with its size left open: a function asks the same of one size and another."""
+    """Return the function and the condition with neutral names of sizes, so that the kind is the same for all sizes."""
     symbols = sorted(question.free_symbols, key=str)
     return function, str(question.xreplace({s: sympy.Symbol(f"n{i}") for i, s in enumerate(symbols)}))
 
 
 def _error(call: Callable[[], Any], question: Any, answer: bool, fake_mode: CaptureFakeMode) -> str | None:
-    """The error that a call raises where this is the outcome of a condition, if it meets no other before; it leaves no trace."""
+    """Return the model's error of a call with this outcome, unless it reads another condition first; without side effects."""
     shape_env = fake_mode.shape_env
     answers = {question: answer, sympy.Not(question): not answer}
     asked = False

@@ -17,14 +17,14 @@ _OPAQUE = (
     *(torch.Tensor, torch.nn.Module, torch.SymInt, torch.SymFloat, torch.SymBool),
     *(types.ModuleType, types.FunctionType, type),
 )
-# How deep values lie in others is looked at.
+# Values that are nested deeper than this are not compared.
 _DEPTH = 6
 
 FrameSnapshot = list[dict[str, Any]]
 
 
 def python_state(frame: FrameType | None) -> FrameSnapshot:
-    """For each frame of the model on the stack, its variables, and globals that it names: what is in them but tensors."""
+    """Return for each frame of the model on the stack the contents of its variables and named globals, except tensors."""
     states: FrameSnapshot = []
     while frame is not None and frame.f_code.co_name != RUN_FORWARD:
         if is_model_code(frame.f_code.co_filename):
@@ -35,7 +35,7 @@ def python_state(frame: FrameType | None) -> FrameSnapshot:
 
 
 def same_state(one: FrameSnapshot, other: FrameSnapshot) -> bool:
-    """Tell whether the variables that have a value in both hold the same."""
+    """Tell whether the variables that have a value in both snapshots are equal."""
     return len(one) == len(other) and all(
         mine[name] == its[name]
         for mine, its in zip(one, other, strict=True)

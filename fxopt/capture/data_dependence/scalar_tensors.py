@@ -1,7 +1,7 @@
 """Sizes that a forward keeps in tensors: `x[:, :n]` or `x.view(n, -1)`, where `n` is a tensor without dimensions.
 
-What it holds is followed through the arithmetic that made it, from sizes, and from integers that the model holds in tensors.
-Where torch takes it as a size, it gets that number. A tensor may round, overflow or be changed: the graph checks the number.
+The number in `n` is tracked through the arithmetic that computes it, from sizes and from integers in tensors of the model. If
+torch uses `n` as a size, it gets the number. A tensor may round, overflow or be written, so the graph checks the number.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from fxopt.memory import version_of
 from fxopt.objects import mapped
 from fxopt.torch_internals import FakeTensor
 
-# What takes sizes as arguments, by name.
+# The functions with sizes as arguments, by name.
 _TAKES_SIZES = {
     *("view", "reshape", "expand", "repeat", "narrow", "unfold", "as_strided", "__getitem__"),
     *("zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full"),
 }
-# What reads sizes that are tensors without a word, so that no node would make their numbers.
+# The functions that read tensors as sizes without a recorded call, so that no node would compute the numbers.
 _READS_SIZES = {"pad", "interpolate", "repeat"}
-# The calls that may be `given_as_numbers`.
+# The calls whose arguments `given_as_numbers` may replace.
 TAKES_SIZES = {"arange", *_TAKES_SIZES, *_READS_SIZES}
 
 
 @dataclasses.dataclass
 class Number:
-    """The known value of a tensor as a sympy expression: a fraction of sizes and integers, or a comparison of such.
+    """The known value of a tensor as a sympy expression: a fraction of sizes and integers, or a comparison of fractions.
 
-    It is `exact` if it cannot be another number in a run, as one that is computed from sizes alone, in int64.
+    `exact` is True if the tensor cannot contain another number at runtime: it is computed only from sizes, in int64.
     """
 
     value: Any
@@ -47,7 +47,7 @@ class Number:
 
 
 class KnownScalars:
-    """The tensors of one capture whose number is known as an expression of sizes; `moving` are those that it writes."""
+    """The tensors of one capture whose number is known as an expression of sizes; the forward writes those in `moving`."""
 
     def __init__(self, writer: GraphWriter, shape_env: CaptureShapeEnv, moving: Set[str]) -> None:
         self._writer, self._shape_env, self._moving = writer, shape_env, moving
@@ -57,10 +57,10 @@ class KnownScalars:
         self._alive: list[torch.Tensor] = []
 
     def keep(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Keep what a call gives, if that is a number of this kind."""
+        """Store the number in the result of a call, if it is known."""
         if not isinstance(result, torch.Tensor) or result.dim():
             return
-        if name in _COPIES:  # the other arguments say how the copy is held
+        if name in _COPIES:  # the other arguments set dtype and device of the copy
             args, kwargs = args[:1], {}
         operands = [operand for arg in args if (operand := self._number(arg)) is not None]
         if len(operands) < len(args):
@@ -72,7 +72,7 @@ class KnownScalars:
             self._alive.append(result)
 
     def _computed(self, name: str, values: list[Any], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
-        """The number that a call makes of others; None if it is not known."""
+        """Return the number that a call computes from others; None if it is unknown."""
         if any(isinstance(value, _COMPARISON) for value in values):
             return None
         if name in _COPIES and values:
@@ -81,7 +81,7 @@ class KnownScalars:
         if name in ("div", "floor_divide", "__floordiv__") and len(values) == 2:
             rounding = "floor" if name != "div" else kwargs.get("rounding_mode")
             if set(kwargs) - {"rounding_mode"} or (rounding == "trunc" and self._may_be_negative(values[0])):
-                return None  # both ways of rounding are the same for what is not negative
+                return None  # `trunc` equals `floor` only for numbers that are not negative
             quotient = _quotient(*values)
             return quotient if rounding is None or quotient is None else _floor(quotient)
         operands, compute = _ARITHMETIC.get(name, (0, None))
@@ -94,7 +94,7 @@ class KnownScalars:
     def given_as_numbers(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], item: Callable[[torch.Tensor], Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call, with numbers in the place of such tensors as sizes; `item` reads those that are not known."""
+        """Return the arguments of a call with numbers in place of tensors used as sizes; `item` reads unknown numbers."""
         if name == "arange":
             (_, *numbers), kwargs = with_numbers((None, *args), kwargs, lambda t: self._read(t, item))
             return tuple(numbers), kwargs
@@ -109,17 +109,17 @@ class KnownScalars:
         return args, kwargs
 
     def truth(self, name: str, args: tuple[Any, ...]) -> bool | None:
-        """Give `bool(tensor)` if that follows from sizes."""
+        """Return `bool(tensor)` if it follows from sizes, else None."""
         if name != "__bool__" or id(args[0]) not in self._numbers:
             return None
         number = self._number(args[0])
         if number is None or not isinstance(number.value, _COMPARISON):
             return None
-        number.value = sympy.sympify(bool(self._plain(number.value)))  # puts a guard
+        number.value = sympy.sympify(bool(self._plain(number.value)))  # adds a guard
         return bool(self._read(args[0], lambda unknown: None))
 
     def written(self) -> set[str]:
-        """The model's tensors that were taken for known numbers, though the forward writes them."""
+        """Return the names of the model's tensors that were used as known numbers, although the forward writes them."""
         return {name for name, tensor in self._taken if version_of(tensor)}
 
     def _number(self, value: Any) -> Number | None:
@@ -136,7 +136,7 @@ class KnownScalars:
         return number if number is not None and number.version == version_of(value) else None
 
     def _held(self, tensor: torch.Tensor) -> Number | None:
-        """Give the numbers in an integer tensor of the model that the forward does not write."""
+        """Return the number in an integer tensor of the model; None if it is unknown, or the forward writes the tensor."""
         name, real = self._writer.shell.real(tensor)
         if name in self._moving or version_of(tensor):
             return None
@@ -149,7 +149,7 @@ class KnownScalars:
             return Number(sympy.Integer(int(real)), exact=False)
 
     def _read(self, tensor: torch.Tensor, unknown: Callable[[torch.Tensor], Any]) -> Any:
-        """The number that a tensor holds, checked in the graph; `unknown(tensor)` if nobody knows it."""
+        """Return the number in a tensor, checked in the graph; `unknown(tensor)` if it is unknown."""
         number = self._number(tensor)
         if number is None or not (isinstance(number.value, BooleanAtom) or number.value.is_integer):
             return unknown(tensor)
@@ -163,14 +163,14 @@ class KnownScalars:
         return plain
 
     def _plain(self, value: Any) -> Any:
-        """A known value as Python sees it."""
+        """Return a known value as the Python or symbolic number that the forward reads."""
         if isinstance(value, _COMPARISON):
             return bool(value) if isinstance(value, BooleanAtom) else self._shape_env.symbolic(value, bool)
         return int(value) if value.is_number else self._shape_env.symbolic(value, int)
 
 
 def _quotient(a: Any, b: Any) -> Any:
-    """A fraction; None where the divisor is a size, which may be 0 in a tensor."""
+    """Return a fraction; None if the divisor is a size, which may be 0 in a tensor, or is not positive."""
     return a / b if b.is_number and b > 0 else None
 
 
@@ -179,9 +179,9 @@ def _floor(value: Any) -> Any:
 
 
 _COMPARISON = (Relational, BooleanAtom)
-# What gives its first argument.
+# The functions that return their first argument or a copy of it.
 _COPIES = {"to", "long", "int", "float", "double", "clone", "detach", "tensor", "as_tensor"}
-# What a call makes of so many numbers, by its name.
+# By name of a call, the number of its operands, and the function that computes its result.
 _ARITHMETIC: dict[str, tuple[int, Callable[..., Any]]] = {
     **dict.fromkeys(("add", "__add__", "__radd__"), (2, operator.add)),
     **dict.fromkeys(("sub", "__sub__"), (2, operator.sub)),
@@ -213,7 +213,7 @@ def holds_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def with_numbers(
     args: tuple[Any, ...], kwargs: dict[str, Any], number: Callable[[torch.Tensor], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with `number(t)` in the place of each such tensor."""
+    """Return the arguments, with `number(t)` in place of each integer tensor `t` without dimensions after the first one."""
     rest, keywords = mapped(
         (args[1:], kwargs), lambda part: number(part) if _is_scalar_integer(part) else part
     )

@@ -1,4 +1,4 @@
-"""Statements of the model that ask for a value: for a message to a reader, in an assertion, or to decide."""
+"""The purpose of a statement of the model that reads a value: a message, an assertion, or a decision."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from types import FrameType
 
 from fxopt.capture.nodes.source_location import model_frame
 
-# Their frames make texts for readers.
+# Packages whose frames format messages.
 _TELLING = {"logging", "warnings", "traceback"}
-# Between a text and the call that takes it, these decide.
+# Expressions that decide on a text if they are between the text and the call that uses it.
 _DECIDING = (ast.Compare, ast.IfExp, ast.BoolOp, ast.Lambda, ast.Subscript)
-# What tells by its name, as `logger.warning` does, and what checks, as `torch._check`; others may keep the text, or decide on it.
+# Names of functions that print, as `logger.warning`, or check, as `torch._check`; others may store a text or decide on it.
 _TELLERS = {"print", "warn", "warning", "debug", "info", "error", "critical", "exception"}
 _CHECKS = {"check", "assert"}
-# In the test of a `while`, these may count its rounds.
+# Expressions that may limit the rounds of a `while` if they are in its test.
 _COUNTING = (ast.BoolOp, ast.IfExp)
 
 
@@ -41,7 +41,7 @@ def is_diagnostic(frame: FrameType | None) -> bool:
 
 
 def asserted_error(frame: FrameType | None) -> str:
-    """The error that an `assert` raises if what is asked in its frame is false; empty where no `assert` asks, or others catch it."""
+    """Return the error of the `assert` that reads a value in this frame; empty if there is none, or its error may be caught."""
     around = _around(frame)
     statement = next((node for node in reversed(around) if isinstance(node, ast.stmt)), None)
     if (
@@ -54,7 +54,7 @@ def asserted_error(frame: FrameType | None) -> str:
     compared = test.ops if isinstance(test, ast.Compare) else []
     is_one = len(compared) == 1 or not isinstance(test, (ast.BoolOp, ast.IfExp, ast.UnaryOp, ast.Compare))
     is_asked = operation.startswith(("POP_JUMP", "TO_BOOL"))
-    # The sizes in two lists are compared in turn.
+    # A comparison of two lists compares their sizes one after the other.
     is_equality = operation == "COMPARE_OP" and list(map(type, compared)) == [ast.Eq]
     if not (is_one and (is_asked or is_equality)):
         return ""
@@ -67,7 +67,7 @@ def asserted_error(frame: FrameType | None) -> str:
 
 
 def is_endless(frame: FrameType | None) -> bool:
-    """Tell whether a `while` asks in a frame that hardly anything ends but that answer."""
+    """Tell whether the test of a `while` reads the value in this frame, and hardly anything else ends the loop."""
     around = _around(frame)
     loop = next((node for node in reversed(around) if isinstance(node, ast.stmt)), None)
     if not isinstance(loop, ast.While) or any(isinstance(each, _COUNTING) for each in ast.walk(loop.test)):
@@ -76,14 +76,14 @@ def is_endless(frame: FrameType | None) -> bool:
 
 
 def _may_catch(node: ast.AST) -> bool:
-    """Tell whether a statement may catch what is raised in it: `with` does, but for contexts of torch."""
+    """Tell whether a statement may catch errors raised in it: `try`, and `with` unless it enters contexts of torch."""
     if isinstance(node, (ast.With, ast.AsyncWith)):
         return any(not ast.unparse(item.context_expr).startswith("torch.") for item in node.items)
     return isinstance(node, (ast.Try, ast.TryStar))
 
 
 def _around(frame: FrameType | None) -> list[ast.stmt | ast.expr]:
-    """The statements and expressions around what a frame computes, the innermost last; none where its source is unknown."""
+    """Return the statements and expressions around the current operation of a frame, innermost last; empty without source."""
     if frame is None:
         return []
     start, end, column, end_column = list(frame.f_code.co_positions())[frame.f_lasti // 2]
@@ -106,7 +106,7 @@ def _tells(call: ast.expr) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _nodes(filename: str) -> list[ast.stmt | ast.expr]:
-    """The statements and expressions of a file, each before what is in it."""
+    """Return the statements and expressions of a file, outer ones before inner ones."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:

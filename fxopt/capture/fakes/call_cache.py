@@ -1,8 +1,8 @@
-"""Running calls on fake tensors, each distinct one once.
+"""A cache of calls on fake tensors: each distinct call runs once.
 
-Finding out sizes costs thousands of operations on sympy expressions, and a model repeats its layers dozens of times. Whatever
-the first call asked of the sizes is among the guards by then, and holds for the later ones. The captures of one forward repeat
-each other as well: a call gives the same in each that knows the same of the sizes of its arguments.
+Computing sizes takes thousands of operations on sympy expressions, and a model repeats its layers dozens of times. The
+guards that the first call needs also hold for the later ones. The runs of one forward repeat calls as well. If two runs
+know the same facts about the sizes of the arguments, a call has the same result in both.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fxopt.torch_internals import (
 
 _C_FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _PYTHON_FUNCTIONS = ("torch.nn.functional", "torch.functional", "torch._tensor")
-# What these give depends on more than the sizes and strides of their arguments.
+# The results of these functions depend on more than the sizes and strides of their arguments.
 _NOT_REMEMBERED = {"as_strided", "as_strided_scatter", "__set__", "__get__"}
 
 
@@ -48,18 +48,18 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
-# The metadata of the tensors in a result, and the structure of it.
+# The metadata of the tensors in a result, and the pytree structure of the result.
 Known = tuple[list[Metadata | None], pytree.TreeSpec]
-# For each call, and what was known of the sizes of its arguments: its result, with sizes as sympy expressions.
+# Call -> known facts about the sizes of its arguments -> result, with sizes as sympy expressions.
 Earlier = dict[Any, dict[frozenset[Any], Any]]
 
 
 class _UncertainError(Exception):
-    """Metadata does not tell all about a value."""
+    """Metadata does not describe a value completely."""
 
 
 class CallCache:
-    """The results of the calls of one run (one ShapeEnv); `earlier` has those of other runs of the forward."""
+    """The results of the calls of one run (one ShapeEnv); `earlier` has the results of other runs of the forward."""
 
     def __init__(self, fake_mode: CaptureFakeMode, earlier: Earlier) -> None:
         self._fake_mode = fake_mode
@@ -67,19 +67,19 @@ class CallCache:
         self._earlier = earlier
 
     def function_call(self, function: Any, args: Any, kwargs: Any) -> CachedCall | None:
-        """The call of a function; None where it is not certain what the result depends on."""
+        """The call of a function; None if it is uncertain what the result depends on."""
         python = type(function) is types.FunctionType and function.__module__ in _PYTHON_FUNCTIONS
         if not (python or isinstance(function, _C_FUNCTIONS)) or function.__name__ in _NOT_REMEMBERED:
             return None
         return self._call((function,), (), args, kwargs)
 
     def layer_call(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> CachedCall | None:
-        """The call of a layer; None where it is not certain what the result depends on."""
+        """The call of a layer; None if it is uncertain what the result depends on."""
         of_torch = type(layer).__module__.startswith("torch.nn.modules")
         if modules_of(layer) or hooks_of(layer) or not of_torch:
             return None
         if list(written_parameters(layer)):
-            return None  # a call that is remembered would write no statistics
+            return None  # a cached call would not update the statistics
         try:
             what = (type(layer), *_layer_key(layer))
         except _UncertainError:
@@ -100,13 +100,13 @@ class CallCache:
         return CachedCall(self._fake_mode, self._results, self._earlier, key, inputs, parameters)
 
     def forget(self) -> None:
-        """Start anew: something has changed that results depend on besides the arguments."""
+        """Empty the cache, because results have changed for a reason other than the arguments."""
         self._results, self._earlier = {}, {}
 
 
 @dataclasses.dataclass(eq=False)
 class CachedCall:
-    """One call, which may have been made before, with arguments of the same metadata."""
+    """One call, and whether a call with the same argument metadata was made before."""
 
     fake_mode: CaptureFakeMode
     results: dict[Any, Any]
@@ -138,11 +138,11 @@ class CachedCall:
 
     @functools.cached_property
     def _symbols(self) -> set[Any]:
-        """The symbols in the sizes of the arguments; where no size is free, there is none to look for."""
+        """The symbols in the sizes of the arguments; empty if the run has no symbols."""
         return _symbols(self.key) if self._shape_env.var_to_range else set()
 
     def _was_made_before(self) -> bool:
-        """Tell whether another capture made this call, with the same knowledge of the sizes."""
+        """Tell whether another run made this call with the same facts known about the sizes."""
         if self.key not in self.earlier:
             return False
         facts, _ = self._shape_env.facts.about(self._symbols)
@@ -153,9 +153,9 @@ class CachedCall:
         return True
 
     def remember(self, result: Any) -> None:
-        """Keep what the call gave, if it is new tensors and views of its inputs, and it has written into none and drawn nothing.
+        """Store a result of new tensors and views of inputs, if the call wrote to no input and drew no random numbers.
 
-        Other captures need not make the call, either, if what was known of its sizes answered all that it asked about them.
+        The result is stored for other runs as well if the known facts answered every question about sizes in the call.
         """
         unchanged = self._versions == [version_of(tensor) for tensor in self.inputs]
         unchanged = unchanged and self._drawn == self.fake_mode.drawn
@@ -169,7 +169,7 @@ class CachedCall:
                     self._keep(known)
 
     def _keep(self, known: Known) -> None:
-        """Keep what the call gave for other captures."""
+        """Store the result for other runs."""
         facts, related = self._shape_env.facts.about(self._symbols)
 
         def expression(size: Any) -> Any:
@@ -180,14 +180,14 @@ class CachedCall:
         self.earlier.setdefault(self.key, {})[facts] = _with_sizes(known, expression)
 
     def _known(self, result: Any, memories: dict[int, Any]) -> Metadata | None:
-        """The metadata of a tensor in a result; `memories` holds what is new in that, of which no two may share any."""
+        """The metadata of a tensor in a result; `memories` collects new storages, which no two tensors of a result may share."""
         if result is None:
             return None
         if type(result) is not FakeTensor or any(result is tensor for tensor in self.inputs):
             raise _UncertainError
         _metadata_key(result)
         if free_unbacked_symbols(result) - self._symbols:
-            raise _UncertainError  # sizes that the values decide, as those of `nonzero`, are new with each call
+            raise _UncertainError  # data-dependent sizes, as those of `nonzero`, are new in each call
         storage = result.untyped_storage()
         owners = [
             i for i, tensor in enumerate(self.inputs) if storage_of(tensor) == storage_identity(storage)
@@ -206,12 +206,12 @@ class CachedCall:
         return Metadata(*sizes, result.dtype, result.device, result.requires_grad, view_of)
 
     def _sources(self) -> list[torch.Tensor]:
-        """The tensors on which a new one depends for autograd."""
+        """The inputs and parameters that a new tensor depends on for autograd."""
         return [tensor for tensor in (*self.inputs, *self.parameters) if tensor.requires_grad]
 
 
 class _Made(torch.autograd.Function):
-    """A tensor that autograd knows to depend on others, as the call's output does."""
+    """Creates a tensor that depends on `sources` for autograd, as the output of the call does."""
 
     @staticmethod
     def forward(
@@ -222,7 +222,7 @@ class _Made(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        # Gradients that the forward itself asks for have the shape of the source, and no values.
+        # Gradients that the forward itself computes have the shape of the source, and no values.
         return None, None, *(torch.zeros_like(source) for source in ctx.saved_tensors)
 
 
@@ -234,13 +234,13 @@ def _symbols(key: Any) -> set[Any]:
 
 
 def _is_unknown(value: Any) -> bool:
-    """Tell whether a part of a result is more than its items."""
+    """Tell whether a part of a result is a leaf: not a tuple, a list or a `torch.return_types` value."""
     named = type(value).__module__ == "torch.return_types"
     return not (named or type(value) in (tuple, list))
 
 
 def _with_sizes(known: Known, replaced: Callable[[Any], Any]) -> Known:
-    """The metadata of a result with its free sizes replaced."""
+    """The metadata of a result with its symbolic sizes replaced."""
 
     def size(value: Any) -> Any:
         return value if isinstance(value, int) else replaced(value)
@@ -250,7 +250,7 @@ def _with_sizes(known: Known, replaced: Callable[[Any], Any]) -> Known:
 
 
 def _argument_key(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """All of an argument that metadata of a result can depend on; its tensors are added to `tensors`."""
+    """A key of everything in an argument that result metadata can depend on; its tensors are appended to `tensors`."""
     if isinstance(value, torch.Tensor):
         for position, other in enumerate(tensors):
             if other is value:
@@ -286,7 +286,7 @@ def _metadata_key(tensor: Any) -> tuple[Any, ...]:
 
 
 def _layer_key(layer: torch.nn.Module) -> tuple[Any, ...]:
-    """All of a layer that the metadata of its output can depend on."""
+    """A key of everything in a layer that the metadata of its output can depend on."""
     attributes = tuple(
         (name, _argument_key(value, [])) for name, value in layer.__dict__.items() if not name.startswith("_")
     )

@@ -1,4 +1,4 @@
-"""Dynamic shapes: the dimensions of an input that are free, as `dynamic_shapes` names them."""
+"""Dynamic sizes: the dimensions of an input that may vary according to `dynamic_shapes`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from fxopt.capture.capture_internals import DimDynamic, StatelessSymbolicContext
 from fxopt.errors import TraceError
 
 SymbolicNumber = (torch.SymInt, torch.SymFloat, torch.SymBool)
-# What they are to Python.
+# The Python type that each of these represents.
 PYTHON_TYPES: dict[type, Any] = dict(zip(SymbolicNumber, (int, float, bool), strict=True))
-# How one dimension of an input may vary: None is fixed, a name is shared by all dimensions that carry it.
+# How one dimension of an input may vary: None is static; dimensions with the same name have the same size.
 Dimension = Any
 
 
 def is_backed(size: Any) -> bool:
-    """Tell whether a size is free, and the example says what it is there."""
+    """Tell whether a size is symbolic and has a value in the example."""
     return type(size) is torch.SymInt and bool(size.node.has_hint())
 
 
 def is_given(number: Any) -> bool:
-    """Tell whether an integer is what it is in the example: it is no unbacked one."""
+    """Tell whether an integer has a value in the example, which an unbacked one has not."""
     return type(number) is int or is_backed(number)
 
 
@@ -34,7 +34,7 @@ def is_unbacked(size: Any) -> bool:
 
 
 def expression_of_size(size: Any) -> Any:
-    """A size as a sympy expression, to compare it without a guard; a number where it is fixed."""
+    """A size as a sympy expression, which can be compared without a guard; an int if the size is static."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
@@ -45,7 +45,7 @@ def symbolic_context(tensor: torch.Tensor, free: dict[int, Dimension]) -> Statel
 
 
 def dynamic_dimensions(spec: Any, tensor: torch.Tensor, where: str) -> dict[int, Dimension]:
-    """The free dimensions of one tensor, from its entry in `dynamic_shapes` (the form torch.export takes)."""
+    """The dynamic dimensions of one tensor, from its entry in `dynamic_shapes` (in the form of torch.export)."""
     if spec is None:
         return {}
     if isinstance(spec, (list, tuple)):
@@ -82,7 +82,7 @@ def is_hint(choice: Any, hint: Any) -> bool:
 
 
 def is_for_all(spec: Any) -> bool:
-    """Tell whether an entry of `dynamic_shapes` gives dimensions, for all tensors inside an object."""
+    """Tell whether an entry of `dynamic_shapes` maps dimensions, and so applies to all tensors inside an object."""
     return (
         isinstance(spec, Mapping)
         and all(isinstance(key, int) for key in spec)
@@ -94,7 +94,7 @@ def parts_of(spec: Any, keys: Collection[Any], where: str) -> list[Any]:
     """The entries of `dynamic_shapes` for the parts of a container with these keys.
 
     Raises:
-        TraceError: the entry for the container names other parts, or has another length.
+        TraceError: if the entry names parts that the container does not have, or has another length.
     """
     if spec is None:
         return [None] * len(keys)

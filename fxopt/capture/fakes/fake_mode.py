@@ -1,4 +1,4 @@
-"""The FakeTensorMode of a capture, with short ways for what costs torch much on free sizes."""
+"""The FakeTensorMode of a capture, with shortcuts for operators that torch runs slowly on dynamic sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxopt.torch_internals import FakeTensor, FakeTensorMode, schema_of
 _ORDINARY = (
     "Take an ordinary tensor: one that is padded, with a mask, in the place of a nested one, for example."
 )
-# The output is like the input, in its dtype too.
+# Operators whose output has the shape and dtype of the input.
 _GIVE_SIZES_OF_INPUT = {
     internals.relu,
     internals.batch_norm,
@@ -39,7 +39,7 @@ class Metadata:
     view_of: int | None
 
     def resized(self, size: Callable[[Any], Any]) -> Metadata:
-        """The same with `size(n)` in the place of each number of elements or bytes."""
+        """The metadata with `size(n)` in place of each number of elements or bytes."""
         shape, stride = tuple(map(size, self.shape)), tuple(map(size, self.stride))
         return dataclasses.replace(
             self, shape=shape, stride=stride, offset=size(self.offset), bytes=size(self.bytes)
@@ -51,9 +51,9 @@ class CaptureFakeMode(FakeTensorMode):
 
     shape_env: CaptureShapeEnv
     _viewing = False
-    # How many operators that draw random numbers have been run.
+    # Number of operators run so far that draw random numbers.
     drawn = 0
-    # Makes the alias of a tensor by a function: `torch.Tensor(tensor)` reports that to no other mode.
+    # Called for each alias operator, because no other mode sees the alias that `torch.Tensor(tensor)` makes.
     make_alias: Callable[[torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor] | None = None
 
     def from_tensor(self, tensor: Any, **options: Any) -> Any:
@@ -63,7 +63,7 @@ class CaptureFakeMode(FakeTensorMode):
         return super().from_tensor(tensor, **options)
 
     def tensor(self, known: Metadata) -> torch.Tensor:
-        """A tensor in memory of its own."""
+        """Create a fake tensor with its own memory."""
         with internals.DisableTorchDispatch():
             bare = internals.make_wrapper_subclass(
                 _Bare,
@@ -78,7 +78,7 @@ class CaptureFakeMode(FakeTensorMode):
         return made
 
     def view(self, tensor: torch.Tensor, known: Metadata) -> torch.Tensor:
-        """A view of `tensor`, for autograd as well."""
+        """Create a view of `tensor`, which is a view for autograd as well."""
         self._viewing = True
         try:
             return tensor.as_strided(known.shape, known.stride, known.offset)
@@ -90,11 +90,11 @@ class CaptureFakeMode(FakeTensorMode):
             with in_kernel_invocation_manager(self):
                 return FakeTensor(self, torch.as_strided(*args), args[0].fake_device)
         if func is internals.convolution and _are_contiguous(args[:2]):
-            # torch would ask the batch and image size which kernel to take; from these all give contiguous outputs.
+            # torch would choose a kernel by batch and image size; here every kernel gives contiguous outputs.
             with in_kernel_invocation_manager(self):
                 return FakeTensor(self, func(*args), args[0].fake_device)
         if func in _GIVE_SIZES_OF_INPUT and _are_contiguous(args[:1]):
-            # torch would compute these as a dozen operators, for each of which it compares all sizes.
+            # torch would decompose these into a dozen operators, and compare all sizes for each of them.
             with in_kernel_invocation_manager(self):
                 made = torch.empty_like(args[0], memory_format=torch.contiguous_format)
                 output = FakeTensor(self, made, args[0].fake_device)
@@ -103,7 +103,7 @@ class CaptureFakeMode(FakeTensorMode):
                 rest = [FakeTensor(self, made.new_empty(0), args[0].fake_device) for _ in range(2)]
                 return output, *rest
         if func is internals.ctc_loss:
-            # What it keeps for the backward is as large as the longest target, which nobody sees.
+            # torch sizes the buffer for the backward by the longest target; the forward never sees this buffer.
             loss = args[0].new_empty(args[0].shape[1])
             return loss, args[0].new_empty(args[0].shape[1], args[0].shape[0], 2 * args[1].shape[-1] + 1)
         if torch.Tag.nondeterministic_seeded in func.tags and _dropout(func, args, kwargs or {}) != 0.0:
@@ -113,7 +113,7 @@ class CaptureFakeMode(FakeTensorMode):
 
 
 def _dropout(func: Any, args: Any, kwargs: Any) -> float | None:
-    """The share that an operator for attention drops: where it is 0, nothing is drawn. None for other operators."""
+    """The dropout probability of an attention operator, which draws nothing if this is 0; None for other operators."""
     for position, argument in enumerate(schema_of(func).arguments):
         if argument.name == "dropout_p":
             given = (
@@ -124,7 +124,7 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> float | None:
 
 
 def _are_contiguous(tensors: Sequence[Any]) -> bool:
-    """Tell whether all are fake, of values that are not known, and known to be contiguous at every size."""
+    """Tell whether all tensors are fakes without known values, and contiguous at every size."""
     return all(
         isinstance(tensor, FakeTensor) and tensor.constant is None and is_contiguous_or_false(tensor)
         for tensor in tensors
@@ -132,7 +132,7 @@ def _are_contiguous(tensors: Sequence[Any]) -> bool:
 
 
 class _Bare(torch.Tensor):
-    """The sizes inside a FakeTensor, with memory of which nothing but its size is known."""
+    """The tensor inside a FakeTensor; only the size of its memory is known."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

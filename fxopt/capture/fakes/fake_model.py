@@ -34,7 +34,7 @@ from fxopt.torch_internals import (
     parameters_of,
 )
 
-# Stands for a tensor that the forward has made.
+# Represents a tensor that the forward made.
 MADE = object()
 
 _PLAIN = (bool, int, float, str)
@@ -45,18 +45,18 @@ _OF_TORCH = vars(torch.nn.Module()).keys() | {COMPILED, OWN_COMPILED}
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """The tensors of the user into which a forward writes: parameters by name, and tensors from outside of the model."""
+    """The user's tensors that a forward writes: parameters by name, and tensors from outside the model."""
 
     parameters: set[str]
     outside: list[torch.Tensor]
 
 
 class FakeModel:
-    """A copy of `model` with fake tensors in the place of real ones.
+    """A copy of `model` with fake tensors in place of real ones.
 
-    `names` gives the qualified names of parameters and buffers by the identity of their fakes; `originals` the real
-    tensors behind other fakes, which `outside` has: plain attributes, and tensors from outside the model. `earlier` is state to start from:
-    tensors in it that are not known are `stale`, no value of this call, and whoever uses a size that is not calls `refuse`.
+    All dicts have identities of fakes as keys. `names` has the qualified names of parameters and buffers. `outside` has the
+    fakes of other tensors (plain attributes, tensors from outside the model), and `originals` their real tensors. The copy
+    starts from the state `earlier`: tensors of unknown value are `stale`, and any use of an unknown size calls `refuse`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class FakeModel:
             for value in module.__dict__.values():
                 if isinstance(value, torch.Tensor) and id(value) not in memo:
                     memo[id(value)] = self.fake(value)
-        # Views of these tensors, in lists and objects, are in their memory.
+        # Views of these tensors, in lists and objects, share their memory.
         known = {storage_of(tensor) for tensor in [*tensors.values(), *self.originals.values()]}
         memo[STAND_IN] = lambda tensor: self.fake(tensor) if storage_of(tensor) in known else None
         self.model = self._copied(model, memo)
@@ -104,7 +104,7 @@ class FakeModel:
             for key, t in _attributes(m)
             if isinstance(t, torch.Tensor)
         }
-        # Tensors that are in lists, dicts and objects at first: another one in their place is a change.
+        # Tensors in lists, dicts and objects before the forward: replacing one of them is a change.
         snapshots = [value for value in self.state({}).values() if isinstance(value, Snapshot)]
         held = {id(tensor): tensor for snapshot in snapshots for tensor in snapshot.tensors}
         self._held |= {key: (f"tensor {n}", tensor) for n, (key, tensor) in enumerate(held.items())}
@@ -126,9 +126,9 @@ class FakeModel:
             ) from error
 
     def _leave(self, earlier: KeptState) -> None:
-        """Leave in the copy what an earlier call has left."""
+        """Set the state that earlier calls left."""
         copies: dict[int, Any] = {}  # a list that two modules share stays one
-        # First what is deleted: it may be elsewhere in the same module now.
+        # Deletions first: the deleted value may have moved to another place in the module.
         for (name, key), value in sorted(earlier.changes.items(), key=lambda change: change[1] is not None):
             if key == _HOOKS:
                 continue
@@ -147,16 +147,16 @@ class FakeModel:
                 registry[key] = value
                 break
             else:
-                # `nn.Module` would ask what it is.
+                # `nn.Module.__setattr__` would inspect the value.
                 object.__setattr__(holder, key, value)
 
     def _left(self, snapshot: Snapshot, known: Mapping[int, Any], copies: dict[int, Any]) -> Any:
-        """The object that an earlier call has left, with stand-ins for its tensors, sizes and modules; `copies` are those so far."""
+        """Copy an object that an earlier call left, with stand-ins for tensors, sizes and modules; `copies` is the memo."""
         stand_ins = self._stand_ins(snapshot, known)
         if not stand_ins:
             return snapshot.kept
         if isinstance(snapshot.kept, types.FunctionType):
-            # A closure of the capture would be walked as state of the model.
+            # A default argument, because a closure would be searched as state of the model.
             return lambda *args, _refuse=self._refuse, **kwargs: _refuse()
         if snapshot.in_closure:
             raise TraceError("a function in an object keeps a tensor, a size or a module for a later call.")
@@ -167,7 +167,7 @@ class FakeModel:
         return copy.deepcopy(snapshot.kept, copies)
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake of a real tensor, the same one each time."""
+        """The fake of a real tensor, the same object each time."""
         fake: torch.Tensor = self._fake_mode.from_tensor(tensor, static_shapes=True)
         if id(fake) not in self.names:
             self.originals[id(fake)] = tensor
@@ -179,7 +179,7 @@ class FakeModel:
         return id(tensor) in self._held and not isinstance(tensor, FakeTensor)
 
     def real(self, fake: torch.Tensor) -> tuple[str, torch.Tensor | None]:
-        """The tensor of the model, or from outside, for which a fake stands, and its name where it has one."""
+        """Return the name of the real tensor of a fake ("" if it has none), and the real tensor (None if unknown)."""
         name = self.names.get(id(fake), "")
         return self._own.get(id(fake), name), self.originals.get(id(fake), self._model_tensors.get(name))
 
@@ -187,7 +187,7 @@ class FakeModel:
         """Report calls of modules to a `Recorder`."""
         for name, module in self._modules.items():
             call = recorder.call_layer if id(module) in self._layers else recorder.call_container
-            # nn.Module.__call__ prefers this attribute of the instance, which only the shell has.
+            # nn.Module.__call__ prefers this attribute of the instance, which only the copy has.
             setattr(module, COMPILED, _Call(call, name, module))
 
     def has_changed(self, layer: torch.nn.Module) -> bool:
@@ -195,11 +195,11 @@ class FakeModel:
         return any(self._settings.get(id(part)) != settings_of(part) for part in layer.modules())
 
     def keep_settings(self, layer: torch.nn.Module) -> None:
-        """Take a layer as it is after a call of it: what it changes itself, it changes when the graph runs."""
+        """Accept the settings that a layer has after its call: the layer changes them itself when the graph runs."""
         self._settings |= {id(part): settings_of(part) for part in layer.modules()}
 
     def state(self, aliases: Mapping[int, torch.Tensor]) -> Changes:
-        """All that the modules hold besides each other, tensors of the model by name; `aliases` gives others that are the same."""
+        """The contents of all modules, with names for modules and known tensors; `aliases` maps other tensors to known ones."""
         if new := [name for name, module in self.model.named_modules() if id(module) not in self._places]:
             raise TraceError(
                 f"the forward adds the module {new[0]!r}: add it before the capture{FIRST_CALL}."
@@ -221,7 +221,7 @@ class FakeModel:
                     state[name, key] = contents(value)
         for name, tensor in self._tensors.items():
             state |= {(name, key): contents(value) for key, value in set_on(tensor).items()}
-        # A layer that the forward has set otherwise, as by `dropout.train()`, and left so.
+        # Layers whose settings the forward has changed for good, as by `dropout.train()`.
         for name, module in self._modules.items():
             if any(_hooks_of(module)):
                 state[name, _HOOKS] = contents(tuple(map(self._described, _hooks_of(module))))
@@ -234,21 +234,21 @@ class FakeModel:
         return state
 
     def _described(self, hooks: Mapping[int, Any]) -> tuple[Any, ...]:
-        """The hooks of a module by their numbers; those that a forward adds have other numbers in each run, and stand for themselves."""
+        """Describe hooks: the module's own by number, added ones by function, because their numbers differ in each run."""
         return tuple(
             key if key in self._hooks else (hash(getattr(hook, "__code__", None)), hook)
             for key, hook in hooks.items()
         )
 
     def note_assigned(self, module: torch.nn.Module, key: str) -> None:
-        """Note that the forward assigns to an attribute, perhaps what it is already."""
+        """Note that the forward assigns to an attribute, even if the value stays the same."""
         if id(module) in self._places:
             self._assigned.add((self._places[id(module)], key))
 
     def assigned(
         self, held: Mapping[tuple[str, str], Any], earlier: Collection[tuple[str, str]]
     ) -> dict[tuple[str, str], Any]:
-        """The attributes to which this forward has assigned, or an `earlier` one, by name; `held` has their values before it."""
+        """The attributes that this forward or an `earlier` one assigned, by module and name; `held` has their values before."""
         now = self.held_by_name()
         found = {place for place, value in now.items() if held.get(place, self) is not value}
         found |= self._assigned.union(earlier)
@@ -269,7 +269,7 @@ class FakeModel:
         }
 
     def changes(self, after: Changes) -> Changes:
-        """Give the attributes that the forward has changed, with their values in the state `after` it."""
+        """Return the attributes that the forward changed, with their values in the state `after` it."""
         for fake in (*self._tensors.values(), *self.outside.values()):
             _, real = self.real(fake)
             if real is not None and fake.shape != real.shape:
@@ -284,8 +284,9 @@ class FakeModel:
         return {key: after.get(key) for key in changed}
 
     def own(self, state: Changes, aliases: Mapping[int, torch.Tensor]) -> dict[int, Any]:
-        """By identity, the real tensors for those in a state that were there before the run; the names of modules and of tensors
-        in objects that nobody has written.
+        """Map the identities of state that existed before the run to real tensors or names.
+
+        Names represent modules, and tensors in objects that the forward has not written.
         """
         tensors = [t for value in state.values() if isinstance(value, Snapshot) for t in value.tensors]
         real = {id(t): self.real(aliases.get(id(t), t))[1] for t in tensors}
@@ -302,20 +303,20 @@ class FakeModel:
         return itertools.chain(self.model.named_parameters(), self.model.named_buffers())
 
     def hooks(self) -> dict[str, Any]:
-        """The hooks of each module, of which the forward may have added some."""
+        """The hooks of each module, with hooks that the forward added."""
         return {name: _hooks_of(module) for name, module in self._modules.items()}
 
     def take_hooks(self, hooks: Mapping[str, Any]) -> None:
-        """Give the modules the hooks that an earlier call has left."""
+        """Set the hooks that an earlier call left."""
         for name, kinds in hooks.items():
             for own, left in zip(_hooks_of(self._modules[name]), kinds, strict=True):
-                # Its own hooks write into this copy, those of the earlier call into the copy of that.
+                # Own hooks write into this copy, the hooks in `left` into the copy of the earlier call.
                 hooks_now = {key: own.get(key, hook) for key, hook in left.items()}
                 own.clear()
                 own.update(hooks_now)
 
     def written(self) -> Written:
-        """The parameters, and the tensors from outside of the model, into which the forward has written, as far as torch counts that."""
+        """The parameters and outside tensors that the forward wrote, according to torch's version counters."""
         return Written(
             {
                 name
@@ -326,14 +327,14 @@ class FakeModel:
         )
 
     def _stand_ins(self, snapshot: Snapshot, known: Mapping[int, Any]) -> dict[int, Any]:
-        """For the identity of each tensor and size that an earlier call left what a run gets."""
+        """Map the identity of each tensor, module and size that an earlier call left to its stand-in for this run."""
         held = dict(self._held.values())
         tensors = {id(t): self._stand_in(known.get(id(t)), held) for t in snapshot.tensors}
         modules = {id(m): self._modules[known[id(m)]] for m in snapshot.modules if id(m) in known}
         sizes = {id(s): known.get(id(s), UnusableNumber(self._refuse)) for s in snapshot.sizes}
         for shape in (size for size in snapshot.sizes if isinstance(size, torch.Size)):
             if all(type(n) is int or id(n) in known for n in shape):
-                del sizes[id(shape)]  # it is copied, with numbers; it could not hold others
+                del sizes[id(shape)]  # all known: deepcopy copies it with its numbers
         return tensors | modules | sizes
 
     def _stand_in(self, known: torch.Tensor | str | None, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -354,12 +355,12 @@ def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _hooks_of(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The hooks of a module on its forward, and before it, by their numbers."""
+    """The forward hooks and forward pre-hooks of a module, by number."""
     return forward_hooks_of(module), forward_pre_hooks_of(module)
 
 
 class _Call:
-    """A module's call in the shell, reported to the recorder."""
+    """The call of a module in the fake model, reported to the recorder."""
 
     def __init__(self, call: Callable[..., Any], name: str, module: torch.nn.Module) -> None:
         self.call, self.name, self.module = call, name, module

@@ -1,4 +1,4 @@
-"""The state of a model beside its modules' tensors: settings of layers, and all that calls of a forward leave for later ones."""
+"""The state of a model besides its tensors: settings of layers, and everything that one call leaves for later calls."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from fxopt.torch_internals import FORWARD_HOOKS, FakeTensorMode, buffers_of, par
 
 _PLAIN = (bool, int, float, str, torch.dtype)
 
-# Module and attribute -> what is there: a number or string, or a Snapshot (whose parts are MADE, or the name of a
-# tensor of the model); None where it is no more.
+# Module and attribute -> value: a number, a string, or a Snapshot (whose parts are MADE or names of the model's tensors);
+# None if the attribute no longer exists.
 Changes = dict[tuple[str, str], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """Stands, in what a call starts from, for a number of a kind that the call may only make others of."""
+    """Represents a counter in the state that a call starts from: the call may only derive new numbers from it."""
 
     kind: type
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeptState:
-    """All that earlier calls have left in a model: what they changed of its state, the hooks of each module, and
-    the context variables that they set.
+    """Everything that earlier calls left in a model: changed state, hooks of each module, and context variables.
 
-    `known` are the values of tensors and sizes in it, by identity; those that are `computed` may be others at each call. Of a number
-    that is `Counted` the next call may only make others. `assigned` are the attributes to which they assigned.
+    `known` has the values of tensors and sizes in this state, by identity. The `computed` tensors may have other values at
+    each call. From a `Counted` number, the next call may only derive new numbers. `assigned` lists the attributes that
+    calls assigned.
     """
 
     changes: Changes = dataclasses.field(default_factory=dict)
@@ -53,7 +53,7 @@ def refused_change(change: tuple[str, str]) -> TraceError:
 
 
 def settings_of(module: torch.nn.Module) -> dict[str, Any]:
-    """All that decides how a layer computes: numbers, flags, tensors and hooks, in a form that can be compared."""
+    """Everything that determines what a layer computes: numbers, flags, tensors and hooks, in a comparable form."""
     held = dict(parameters_of(module)) | dict(buffers_of(module)) | module.__dict__
     hooks = {key: tuple(held[key]) for key in FORWARD_HOOKS}
     return hooks | {
@@ -79,7 +79,7 @@ class _Identity:
 
 
 def set_on(tensor: torch.Tensor) -> dict[str, Any]:
-    """Attributes that code has set on a tensor, or on the fake of one (`weight.seen = x.shape`); torch sets others."""
+    """Attributes that code set on a tensor or its fake (`weight.seen = x.shape`), without those that torch sets."""
     return {name: value for name, value in vars(tensor).items() if name not in _of_torch()}
 
 

@@ -1,7 +1,7 @@
-"""`copy.deepcopy` that copies functions, too, where they hold something: closures, and caches of bound methods.
+"""`copy.deepcopy` that also copies functions with references to objects: closures, and caches of bound methods.
 
-A lambda over `self`, or a hook that stores a feature, would go on reading and writing the user's model; so would a weak reference
-of a child to its parent. What a function only names (globals) is no part of the model and is not copied.
+Otherwise a lambda over `self`, a hook that stores a feature, or a child's weak reference to its parent would still read and
+write the user's model. The globals that a function names are not part of the model and are not copied.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fxopt.torch_internals import MODULES
 T = TypeVar("T")
 
 STAND_IN = "stand-in for a tensor"
-"""Where `memo` may have a function that gives what is to stand for a tensor, or None: it is copied then."""
+"""Key in `memo` of an optional function that returns the stand-in for a tensor, or None to copy the tensor."""
 
 
 def deepcopy_with_closures(value: T, memo: dict[Any, Any]) -> T:
-    """A deep copy; `memo` says, by identity, what is to stand for an object. The capture's lock is held meanwhile."""
+    """Make a deep copy; `memo` maps identities of objects to replacements. The caller holds the capture's lock."""
     with _functions_copied():
         return copy.deepcopy(value, memo)
 
@@ -38,7 +38,7 @@ def _functions_copied() -> Iterator[None]:
     """Have `copy.deepcopy` copy functions in this thread."""
     module: Any = copy
     dispatch: dict[type, Any] = module._deepcopy_dispatch
-    atomic = getattr(module, "_atomic_types", None)  # Python 3.14 asks there first
+    atomic = getattr(module, "_atomic_types", None)  # Python 3.14 looks here first
     before = {kind: dispatch.get(kind) for kind in _COPIERS}
     thread = threading.get_ident()
     for kind, copier in _COPIERS.items():
@@ -60,7 +60,7 @@ def _functions_copied() -> Iterator[None]:
 
 
 def uncopied(model: torch.nn.Module, memo: dict[Any, Any]) -> str:
-    """The attribute of the model that cannot be copied, in words."""
+    """Describe the attribute of the model that cannot be copied."""
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             try:
@@ -71,7 +71,7 @@ def uncopied(model: torch.nn.Module, memo: dict[Any, Any]) -> str:
 
 
 def _copy_function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
-    """A function with variables of its own around it; a plain function, or one that a module has by name, is itself."""
+    """Copy a closure with its variables; plain functions and module-level functions are returned unchanged."""
     if not function.__closure__ or _is_global(function):
         return function
     cells = [memo.setdefault(id(cell), types.CellType()) for cell in function.__closure__]
@@ -90,14 +90,14 @@ def _copy_function(function: types.FunctionType, memo: dict[int, Any]) -> types.
 
 
 def _copy_cache(cache: Any, memo: dict[int, Any]) -> Any:
-    """`functools.lru_cache` of a closure or a bound method: empty, so that nothing of the copy is left in the original's."""
+    """Copy the `functools.lru_cache` of a closure or bound method as an empty cache, so that both caches stay separate."""
     function = cache.__wrapped__
     copied = _copied_or_same(function, memo)
     return cache if copied is function else functools.lru_cache(**cache.cache_parameters())(copied)
 
 
 def _copy_reference(reference: weakref.ref[Any], memo: dict[int, Any]) -> weakref.ref[Any]:
-    """A weak reference to the copy of a module, or of an object, which it holds itself as the model need not."""
+    """Make a weak reference to the copy of a module or object; it keeps a copied object alive, as the model may not."""
     target = reference()
     if not isinstance(target, torch.nn.Module) and not is_open(target):
         return reference
@@ -111,7 +111,7 @@ class _Reference(weakref.ref[Any]):
 
 
 def _copy_tensor(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
-    """A tensor; one that an earlier call has left, with the history of that, is copied without it, as torch copies none."""
+    """Copy a tensor; one with autograd history from an earlier call is detached, because torch cannot deepcopy it."""
     if tensor.is_leaf:
         stand_in = memo[STAND_IN](tensor) if STAND_IN in memo else None
         return tensor.__deepcopy__(memo) if stand_in is None else stand_in  # type: ignore[no-any-return]
@@ -119,7 +119,7 @@ def _copy_tensor(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
 
 
 def _copied_or_same(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy, or the value itself where Python cannot copy it, such as a lock or a file."""
+    """A copy, or the value itself if Python cannot copy it, such as a lock or a file."""
     try:
         return copy.deepcopy(value, memo)
     except Exception:

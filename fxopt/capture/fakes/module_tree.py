@@ -1,4 +1,4 @@
-"""The modules of a model: which are leaves, which are recorded, and the tree of them that a graph module gets."""
+"""The modules of a model: which are leaves, which are recorded, and the module tree of the graph module."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _CONTAINERS = (
 
 def leaves(model: torch.nn.Module, leaf_modules: LeafModules) -> set[int]:
     """The identities of the modules that become one `call_module` node: layers of torch.nn, modules compiled
-    by TorchScript, and what the caller names.
+    by TorchScript, and those that the caller names.
 
     Raises:
-        TraceError: when an entry of `leaf_modules` fits no module.
+        TraceError: if an entry of `leaf_modules` matches no module.
     """
     named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
     chosen = {id(module) for _, module in named if is_torch_layer(module)}
@@ -48,7 +48,7 @@ def _fits(leaf: Any, name: str, module: torch.nn.Module) -> bool:
 
 
 def is_torch_layer(module: torch.nn.Module) -> bool:
-    """Tell whether a module is one node without being asked for: a layer of torch.nn, or compiled by TorchScript."""
+    """Tell whether a module is a leaf by default: a layer of torch.nn, or compiled by TorchScript."""
     if type(module) is torch.nn.Module or isinstance(module, _CONTAINERS):
         return False  # it only holds others
     if isinstance(module, torch.jit.ScriptModule):
@@ -57,13 +57,13 @@ def is_torch_layer(module: torch.nn.Module) -> bool:
 
 
 def recorded_modules(model: torch.nn.Module, layers: Collection[int]) -> list[tuple[str, torch.nn.Module]]:
-    """The modules whose own forward is recorded, by name: those that are in no layer."""
+    """The modules whose own forward is recorded, with their names: those that are inside no leaf."""
     inside = {id(part) for m in model.modules() if id(m) in layers for part in m.modules()}
     return [(name, module) for name, module in model.named_modules() if id(module) not in inside]
 
 
 def copy_tree(source: torch.nn.Module, target: torch.nn.Module, layers: Collection[int]) -> None:
-    """Give `target` the parameters, buffers, children and flags of `source`; containers alone are made anew, each once."""
+    """Give `target` the parameters, buffers, children and flags of `source`; only containers are created again, each once."""
     made: dict[int, torch.nn.Module] = {id(source): target}
 
     def fill(old: torch.nn.Module, new: torch.nn.Module) -> None:

@@ -1,8 +1,8 @@
-"""A ShapeEnv that does not specialise sizes of 0 and 1, and keeps the model's line for each guard.
+"""A ShapeEnv that does not specialize sizes of 0 and 1, and stores the model's line for each guard.
 
-torch's operators ask whether a size is 1 (to broadcast, to choose strides), though mostly the answer changes nothing that anybody
-can see. So the operator is run once more with that size set to 1 (`agrees_at_one`): when its output has the shape and strides
-that the general run predicts, there is no guard. Where the model's own Python asked, the whole forward is captured again.
+torch's operators ask whether a size is 1 (to broadcast, to choose strides), but the answer rarely changes the result. So
+the operator runs once more with that size set to 1 (`agrees_at_one`). If its output has the shape and strides that the
+general run predicts, no guard is added. If the model's own Python asked, the whole forward is captured again.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fxopt.capture.capture_internals import (
 from fxopt.capture.fakes.size_facts import SizeFacts
 from fxopt.capture.fakes.size_one_trials import agrees_at_one
 
-# The message of a runtime assertion that need not be written, because a check stands where it was learned.
+# Message of a runtime assertion that is not written, because the graph has a runtime check for it already.
 LEARNED = "learned"
 
 
 class Rounded(sympy.Function):
-    """A float that Python rounds before it goes on: `(n * 0.29) * 100` is not `n * 29.0`, which sympy makes of it."""
+    """A float that Python rounds before the next operation: sympy would turn `(n * 0.29) * 100` into `n * 29.0`."""
 
     is_real = True
     _torch_handler_name = "identity"
@@ -40,7 +40,7 @@ class Rounded(sympy.Function):
 
 
 def forget_shape_envs() -> None:
-    """Empty the caches in which torch keeps ShapeEnvs, some for good, with all lines and fake tensors that they know."""
+    """Empty the caches in which torch keeps ShapeEnvs alive, with their source lines and fake tensors."""
     for method in vars(ShapeEnv).values():
         if clear := getattr(method, "cache_clear", None):
             clear()
@@ -59,11 +59,11 @@ class CaptureShapeEnv(ShapeEnv):
         self.location: Callable[[], str] = lambda: "the inputs"
         # Decides a condition on unbacked sizes; None when it cannot.
         self.decide: Callable[[Any], Any] = lambda expression: None
-        # The first condition on unbacked sizes that nobody decided; a forward may catch the error.
+        # Error of the first undecided condition on unbacked sizes; a forward may catch this error.
         self.failure: GuardOnDataDependentSymNode | None = None
-        # Numbers of calls that were made anew.
+        # Symbols of calls that were made again.
         self.dropped: set[Any] = set()
-        # How many conditions on unbacked sizes there were.
+        # Number of conditions on unbacked sizes so far.
         self._open_questions = 0
         self._origins: list[str] = []
         self._relaxed: list[tuple[Any, str]] = []
@@ -72,11 +72,11 @@ class CaptureShapeEnv(ShapeEnv):
 
     def create_symbol(self, val: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(source, "prop", None) in (TensorProperty.STORAGE_OFFSET, TensorProperty.STRIDE):
-            # Where an input lies in its memory is no size; strides that sizes give are none of these.
+            # The storage offset of an input is not a size, and neither is a stride that does not follow from sizes.
             return sympy.Integer(val)
         symbol = super().create_symbol(val, source, *args, **kwargs)
         if getattr(source, "prop", None) is TensorProperty.SIZE and symbol.is_Symbol and val != 0:
-            # The guard of the inputs refuses a size of 0, and an example has none.
+            # The input guard refuses a size of 0, and no example has one.
             self._update_var_to_range(symbol, ValueRanges(1, int_oo))
         return symbol
 
@@ -87,7 +87,7 @@ class CaptureShapeEnv(ShapeEnv):
 
     @contextlib.contextmanager
     def in_operator(self) -> Iterator[dict[Any, bool]]:
-        """Collect the conditions on sizes of 1 that are met in the block; each must then go to `settle_at_one` or to `guard`."""
+        """Collect the conditions whose answer is different at size 1; pass each to `settle_at_one` or `guard` afterwards."""
         outer, self._questions = self._questions, {}
         try:
             yield self._questions
@@ -98,7 +98,7 @@ class CaptureShapeEnv(ShapeEnv):
         if isinstance(orig_expr, sympy.Ne) and orig_expr.rhs.is_Boolean:  # torch 2.14 subtracts the sides
             orig_expr = orig_expr.lhs ^ orig_expr.rhs
         for rounded in orig_expr.atoms(Rounded) if isinstance(orig_expr, sympy.Basic) else ():
-            # No guard can say this of other sizes.
+            # No guard can express this for other sizes, so the sizes become static.
             if not free_unbacked_symbols(rounded) and self._maybe_evaluate_static(orig_expr) is None:
                 for symbol in rounded.free_symbols:
                     self._evaluate(symbol)
@@ -117,7 +117,7 @@ class CaptureShapeEnv(ShapeEnv):
             self._questions is not None
             and isinstance(orig_expr, sympy.Rel)
             and len(orig_expr.free_symbols) == 1
-            and not free_unbacked_symbols(orig_expr)  # no size of an input
+            and not free_unbacked_symbols(orig_expr)  # sizes of inputs only
             and not self._suppress_guards_tls()
         ):
             with self.suppress_guards():
@@ -129,12 +129,12 @@ class CaptureShapeEnv(ShapeEnv):
         answer = super().evaluate_expr(orig_expr, *args, **kwargs)
         while len(self._origins) < len(self.guards):
             self._origins.append(self.location())
-            self._version_counter += 1  # torch would go on with what it could not tell before
+            self._version_counter += 1  # otherwise torch would keep questions cached as unanswered
         return answer
 
     @property
     def state(self) -> tuple[int, ...]:
-        """A value that changes when more is known of sizes, or a condition was met that only data or `settle_at_one` can decide."""
+        """A value that changes with every new fact about sizes, and every condition left to data or `settle_at_one`."""
         open_at_one = len(self._questions or ())
         return self._version_counter, len(self.var_to_range), self._open_questions, open_at_one
 
@@ -143,25 +143,25 @@ class CaptureShapeEnv(ShapeEnv):
         self._version_counter += 1
 
     def drop_new(self, known: Collection[Any]) -> None:
-        """Drop what was assumed of numbers besides the `known` ones: the call that has made them is made anew."""
+        """Drop assumptions about numbers that are not `known`, because the call that made these numbers is repeated."""
         new = {symbol for symbol in self.var_to_range if symbol not in known}
         for symbol in new:
-            self.deferred_runtime_asserts.pop(symbol, None)  # it is the newest number in each of these
+            self.deferred_runtime_asserts.pop(symbol, None)  # stored under the newest symbol
         self.dropped |= new
 
     def assume(self, condition: Any, origin: str) -> None:
-        """Take a condition on unbacked sizes as true; the graph will check it, unless `origin` is LEARNED."""
+        """Assume a condition on unbacked sizes; the graph will check it, unless `origin` is LEARNED."""
         self.guard_or_defer_runtime_assert(condition, origin)
 
     def symbolic(self, expression: Any, kind: type) -> Any:
-        """The number that a sympy expression stands for, as Python sees it."""
+        """The symbolic number of this `kind` (int, float or bool) for a sympy expression."""
         if kind is bool:
             return self.create_symboolnode(expression)
         create = self.create_symintnode if kind is int else self.create_symfloatnode
         return create(expression, hint=None)
 
     def guard(self, questions: dict[Any, bool]) -> None:
-        """Put guards for collected conditions after all."""
+        """Add guards for collected conditions."""
         for question in questions:
             self.evaluate_expr(question)
 
@@ -183,10 +183,10 @@ class CaptureShapeEnv(ShapeEnv):
 
 
 def _at_one(relation: Any) -> Any:
-    """A relation about one size where that is 1; None where it means nothing, as `(128*s) % (s//4) == 0`, or a size is negative."""
+    """A relation about one size, evaluated at size 1; None if it is undefined there, as `(128*s) % (s//4) == 0`."""
     try:
         return relation.xreplace(dict.fromkeys(relation.free_symbols, sympy.Integer(1)))
-    except (ZeroDivisionError, AssertionError, ValueError):  # the last of `math.log`
+    except (ZeroDivisionError, AssertionError, ValueError):  # ValueError comes from `math.log`
         return None
 
 

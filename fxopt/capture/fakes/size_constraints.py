@@ -1,4 +1,4 @@
-"""Constraints on the sizes that were left free."""
+"""Constraints on dynamic sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Condition = tuple[Any, str]
 
 @dataclasses.dataclass
 class DynamicDimension:
-    """One dimension of a tensor, or one number (without a `dim`), that was asked to be free."""
+    """One dimension of a tensor, or one number (without a `dim`), that was requested to be dynamic."""
 
     where: str
     dim: int | None
@@ -31,14 +31,14 @@ class DynamicDimension:
 
 
 class DynamicDimensions:
-    """The free dimensions of one capture, and the conditions on them."""
+    """The dynamic dimensions of one capture, and the conditions on them."""
 
     def __init__(self, shape_env: CaptureShapeEnv) -> None:
         self._shape_env = shape_env
         self.dimensions: list[DynamicDimension] = []
 
     def assumed(self) -> list[Condition]:
-        """List what the forward relied on: guards, and the ranges that checks in torch have given to sizes."""
+        """List the conditions that the forward relied on: guards, and ranges of sizes from checks in torch."""
         conditions = self._shape_env.conditions()
         for free in self.dimensions:
             bounds = self._shape_env.var_to_range.get(free.symbol)
@@ -49,7 +49,7 @@ class DynamicDimensions:
         return conditions
 
     def asked(self) -> list[Condition]:
-        """List what `dynamic_shapes` states: limits, and that a named `Dim` is the same wherever it stands."""
+        """List the conditions that `dynamic_shapes` states: limits, and equal sizes wherever a named `Dim` is used."""
         conditions: list[Condition] = []
         first: dict[str, DynamicDimension] = {}
         named = [free for free in self.dimensions if isinstance(free.choice, Dim)]
@@ -73,7 +73,7 @@ class DynamicDimensions:
         return conditions
 
     def check_example(self) -> None:
-        """Raise TraceError where the example inputs are not as `dynamic_shapes` says, or a free size is 0."""
+        """Raise TraceError if the example inputs contradict `dynamic_shapes`, or a dynamic size is 0."""
         for free in self.dimensions:
             if free.dim is not None and free.hint == 0:
                 raise TraceError(
@@ -91,7 +91,7 @@ class DynamicDimensions:
                 raise TraceError(f"the example inputs are not as {origin} says: {', '.join(sizes)}.")
 
     def roots(self) -> list[tuple[Any, DynamicDimension]]:
-        """The symbols that remain after unification, each with one dimension (or number) that it is."""
+        """The symbols that remain after unification, each with one dimension (or number) of this size."""
         roots: dict[Any, DynamicDimension] = {}
         for free in self.dimensions:
             expression = self._shape_env.replace(free.symbol)
@@ -100,7 +100,7 @@ class DynamicDimensions:
         return list(roots.items())
 
     def check_asked(self) -> None:
-        """Raise TraceError for a dimension that was asked to be free and that the forward fixes."""
+        """Raise TraceError if the forward makes a dimension static that was requested to be dynamic."""
         for free in self.dimensions:
             expression = self._shape_env.replace(free.symbol)
             if expression.is_number and not is_hint(free.choice, Dim.AUTO):
@@ -116,7 +116,7 @@ class DynamicDimensions:
 
 
 def guards_of(conditions: list[Condition], translated: Callable[[Any], Any]) -> list[SizeGuard]:
-    """The conditions that say something, once each."""
+    """The conditions as guards, without duplicates and without those that are always true."""
     guards: dict[str, SizeGuard] = {}
     for condition, origin in conditions:
         expression = translated(condition).replace(lambda part: isinstance(part, sympy.Eq), _limit)
@@ -127,7 +127,7 @@ def guards_of(conditions: list[Condition], translated: Callable[[Any], Any]) -> 
 
 
 def _limit(equality: Any) -> Any:
-    """`min(24, s) == s`, by which torch asks whether a slice takes the whole dimension, as `s <= 24`; another one as it is."""
+    """Rewrite `min(24, s) == s`, torch's test for a slice of the whole dimension, as `s <= 24`; keep other equalities."""
     for side, whole in (equality.args, equality.args[::-1]):
         if isinstance(whole, Min) and side in whole.args:
             return sympy.And(*(sympy.Le(side, other) for other in whole.args if other != side))

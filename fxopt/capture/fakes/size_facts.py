@@ -1,4 +1,4 @@
-"""All that a ShapeEnv knows of some sizes: two runs that know the same of them give a call the same result."""
+"""The facts that a ShapeEnv knows about sizes: if two runs know the same facts, a call has the same result in both."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ Facts = tuple[frozenset[Any], set[Any]]
 
 
 class SizeFacts:
-    """The facts of one ShapeEnv, sorted anew whenever more is known."""
+    """The facts of one ShapeEnv, grouped again whenever the ShapeEnv learns more."""
 
     def __init__(self, shape_env: Any) -> None:
-        # It has this object, and is freed with its last size.
+        # A weak reference: the ShapeEnv holds this object, and must be freed with its last size.
         self._shape_env: Any = weakref.proxy(shape_env)
         self._facts: dict[Any, Facts] = {}
         self._state: Any = None
 
     def about(self, symbols: Collection[Any]) -> Facts:
-        """All that is known of some symbols and of those to which that relates them, and these symbols."""
+        """All facts about some symbols and the symbols related to them, and the set of all these symbols."""
         if self._state != self._shape_env.state:
             self._state, self._facts = self._shape_env.state, _by_symbol(self._all())
         related = [self._facts.get(symbol, (frozenset(), {symbol})) for symbol in symbols]
@@ -39,7 +39,7 @@ class SizeFacts:
 
 
 def _by_symbol(facts: Iterable[tuple[Any, set[Any]]]) -> dict[Any, Facts]:
-    """For each symbol all facts about it and about the symbols to which they relate it, and these symbols."""
+    """For each symbol, all facts about it and its related symbols, and the set of these symbols."""
     groups: dict[Any, tuple[list[Any], set[Any]]] = {}
     for fact, about in facts:
         joined = {id(groups[symbol]): groups[symbol] for symbol in about if symbol in groups}.values()

@@ -11,21 +11,21 @@ import torch
 
 from fxopt.objects import mapped
 
-# Gives the expression of a size where the one that is tried is 1.
+# Returns the expression of a size after the tested symbol is set to 1.
 AtOne = Callable[[Any], Any]
 
 
 def agrees_at_one(
     shape_env: Any, symbol: sympy.Symbol, call: Callable[..., Any], args: Any, kwargs: Any, result: Any
 ) -> bool:
-    """Tell whether `call(*args, **kwargs)` gives where a size is 1 what its `result` predicts."""
+    """Tell whether `call(*args, **kwargs)` with `symbol` set to 1 gives what the general `result` predicts."""
 
     def at_one(size: Any) -> Any:
         expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
         return shape_env.replace(expression).xreplace({symbol: sympy.Integer(1)})
 
     decide, failure = shape_env.decide, shape_env.failure
-    shape_env.decide = lambda expression: None  # a condition on unbacked sizes here is not the forward's
+    shape_env.decide = lambda expression: None  # conditions on unbacked sizes here are not the forward's
     try:
         with torch.no_grad():
             tried = call(*_substituted(args, shape_env, at_one), **_substituted(kwargs, shape_env, at_one))
@@ -56,7 +56,7 @@ def _substituted(value: Any, shape_env: Any, at_one: AtOne) -> Any:
 
 
 def _described(value: Any, at_one: AtOne) -> Any:
-    """All that can be seen of a result: shapes and strides at size 1, types, and other values as they are."""
+    """The visible properties of a result: shapes and strides at size 1, types, and other values unchanged."""
     if isinstance(value, torch.Tensor):
         shape = list(map(at_one, value.shape))
         # The stride of a dimension of size 1 says nothing about where elements lie.

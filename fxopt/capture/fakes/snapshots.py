@@ -27,25 +27,25 @@ from fxopt.objects import attributes, is_open
 
 _SEQUENCES = (list, collections.deque)
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.nn.Module)
-_TOLD = (logging.Filterer, logging.LoggerAdapter)  # they remember which levels are on
+_TOLD = (logging.Filterer, logging.LoggerAdapter)  # they cache which levels are enabled
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), itertools.count)
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """All that is in an object; `tensors`, `sizes` and `modules` are the tensors, free sizes and modules in it."""
+    """The contents of an object; `tensors`, `sizes` and `modules` are the tensors, symbolic sizes and modules in it."""
 
     parts: Any
     kept: Any = dataclasses.field(compare=False)  # the object itself
     tensors: tuple[torch.Tensor, ...] = dataclasses.field(default=(), compare=False)
     sizes: tuple[Any, ...] = dataclasses.field(default=(), compare=False)
     modules: tuple[torch.nn.Module, ...] = dataclasses.field(default=(), compare=False)
-    # A function in it holds variables, which `copy.deepcopy` does not copy.
+    # True if a function in the object is a closure, whose variables `copy.deepcopy` does not copy.
     in_closure: bool = dataclasses.field(default=False, compare=False)
 
 
 class SnapshotMaker:
-    """Describes objects; `named`, `sized` and `placed` name a tensor, a size, a module. One object is described once."""
+    """Describes objects, each once; `named`, `sized` and `placed` return the names of a tensor, a size and a module."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class SnapshotMaker:
     ) -> None:
         self._named, self._sized, self._placed = named, sized, placed
         self._known: dict[int, Snapshot] = {}
-        # Objects that can be changed, in the order in which they were met in the one described now; they are held, since
-        # one that is made for a moment would leave its identity to the next.
+        # Mutable objects, numbered in the order in which they were met in the current object. A reference keeps temporary
+        # objects alive, so that no other object gets their identity.
         self._met: dict[int, tuple[int, Any]] = {}
         self._tensors: list[torch.Tensor] = []
         self._sizes: list[Any] = []
@@ -126,7 +126,7 @@ class SnapshotMaker:
         return (kind, self._parts(held)) if held else kind  # nothing more is known about it
 
     def _parts_of_one(self, item: Any) -> Any:
-        """The parts of one item of a set, whose others have no order and are as if they were not met."""
+        """The parts of one item of a set; objects met in other items do not count, because a set has no order."""
         met = dict(self._met)
         parts = self._parts(item)
         self._met = met
@@ -134,7 +134,7 @@ class SnapshotMaker:
 
 
 def _place(iterator: Any) -> Any:
-    """Where an iterator of Python stands, in a form that can be compared; None where that cannot be told."""
+    """The position of a Python iterator in a comparable form; None if it cannot be determined."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return frame and (frame.f_lasti, frame.f_locals)
@@ -147,7 +147,7 @@ def _place(iterator: Any) -> Any:
 
 
 def value_of(variable: contextvars.ContextVar[Any]) -> Any:
-    """The value of a context variable, or its default; None where it has neither."""
+    """The value of a context variable, or its default; None if it has neither."""
     try:
         return variable.get()
     except LookupError:
@@ -155,7 +155,7 @@ def value_of(variable: contextvars.ContextVar[Any]) -> Any:
 
 
 def _memory(value: Any) -> Any:
-    """The numbers in an array of numpy, a bytearray and the like, in a form that can be compared; None for what is none."""
+    """The contents of a buffer, such as a numpy array or a bytearray, in a comparable form; None for other values."""
     try:
         memory = memoryview(value)
     except (TypeError, ValueError, BufferError):
@@ -164,7 +164,7 @@ def _memory(value: Any) -> Any:
 
 
 def generator_state(value: Any) -> Any:
-    """The state of a generator of Python or numpy, in a form that can be compared; None for what is none."""
+    """The state of a random generator of Python or numpy in a comparable form; None for other values."""
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate()
     return pickle.dumps(value) if type(value).__module__.startswith("numpy.random") else None

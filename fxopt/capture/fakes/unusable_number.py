@@ -1,4 +1,4 @@
-"""A number that nobody can know while a forward is captured."""
+"""Numbers whose value is unknown while a forward is captured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _OF_CLASSES = {"__class__", "__doc__", "__new__", "__init_subclass__", "__subcla
 
 
 class UnusableNumber:
-    """Stands for a number that nobody can know: whatever is done with it calls `refuse`. (Functions in C would read a float.)"""
+    """Represents an unknown number: every use calls `refuse`. (C functions would read the value of a float.)"""
 
     __slots__ = ("refuse",)
 
@@ -25,7 +25,7 @@ def _use(number: UnusableNumber, *args: Any, **kwargs: Any) -> None:
 
 
 class CountedNumber(UnusableNumber):
-    """Stands for a number of this `kind` that later calls may make others of, as counters do, and use for nothing else."""
+    """Represents a counter of this `kind`: later calls may only derive new numbers from it."""
 
     __slots__ = ("kind",)
 
@@ -44,12 +44,12 @@ class CountedNumber(UnusableNumber):
     __repr__ = __str__ = lambda self: format(self)
 
     def __getattribute__(self, name: str) -> Any:
-        # `isinstance` asks for it, and `nn.Module` so before it takes an attribute.
+        # `isinstance` reads `__class__`, also in `nn.Module.__setattr__`.
         return object.__getattribute__(self, "kind") if name == "__class__" else _use(self)
 
 
 def is_unusable(value: Any) -> bool:
-    """Tell whether a value is such a number, without asking it."""
+    """Tell whether a value is an unusable number, without using it."""
     return type(value) in (UnusableNumber, CountedNumber)
 
 
@@ -58,7 +58,7 @@ def _counted(number: CountedNumber, other: Any) -> Any:
 
 
 def _told(number: float) -> Callable[[CountedNumber], float]:
-    """Make a method that says a number in a message, as `"%.2f"` asks for one."""
+    """Make a method that returns a number for messages, as formats such as `"%.2f"` require."""
 
     def tell(counted: CountedNumber) -> float:
         _use(counted)
@@ -67,7 +67,7 @@ def _told(number: float) -> Callable[[CountedNumber], float]:
     return tell
 
 
-# Python looks for what operators and builtins do in the class.
+# Python looks up the methods of operators and builtins in the class.
 for _name in {*dir(float), *dir(int)} - {*vars(UnusableNumber), *_OF_CLASSES}:
     setattr(UnusableNumber, _name, _use)
 for _name, _number in (("__float__", 0.0), ("__int__", 0), ("__index__", 0)):

@@ -1,7 +1,7 @@
-"""One spelling for each call: what torch reports as `x.add(y)`, `torch.add(x, y)` or `y.__radd__(x)` is `operator.add`.
+"""One target for each operation: `x.add(y)`, `torch.add(x, y)` and `y.__radd__(x)` all become `operator.add`.
 
-Passes and users match `node.target == operator.mul`. Everything else keeps its own form: a method of `Tensor` is `call_method`, a
-write is `call_function` with a target that fx knows to be impure, a function is itself.
+Passes and users match `node.target == operator.mul`. Other calls keep their form: a method of `Tensor` is `call_method`, a
+function is `call_function`. A write is `call_function` with a target that fx treats as impure.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
 
 def canonical(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The (op, target, args, kwargs) of the node for a call; TraceError when code generation could not name the function."""
+    """The (op, target, args, kwargs) of the node for a call; TraceError if generated code cannot name the function."""
     name = getattr(function, "__name__", "")
-    if function is torch.Tensor.__ipow__:  # which has the name of the method, and is a function in Python
+    if function is torch.Tensor.__ipow__:  # a Python function with the name `pow_`
         function = torch.Tensor.pow_
     if name == "__get__":
         return "call_function", getattr, (args[0], property_name(function)), {}
@@ -62,10 +62,10 @@ def canonical(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
 
 
 def importable(function: Any) -> Any:
-    """`function`, if code generation can name it; TraceError otherwise."""
+    """Return `function` if generated code can name it; raise TraceError otherwise."""
     try:
         name = get_qualified_name(function)
-        # fx writes names in torch as they are; other functions it hands to the code as globals.
+        # fx writes names in torch into the code, and passes other functions as globals.
         if name.startswith("torch.") and find(name) != function:
             raise AttributeError(name)
     except (RuntimeError, AttributeError, TypeError, ImportError) as error:
@@ -82,7 +82,7 @@ def _method(function: Any, name: str) -> str | None:
 
 
 def _operation(function: Any, name: str, method: str | None, operands: int) -> Callable[..., Any] | None:
-    """The operator that means the same as this call with so many positional operands, or None."""
+    """The operator that means the same as this call with this number of positional operands, or None."""
     if method == "__setitem__":
         return operator.setitem
     if method in _REFLECTED:

@@ -1,4 +1,4 @@
-"""Equality of two graphs of one model: the same calls, however sizes are written and unbacked symbols are named."""
+"""Equality of two graphs of one model: the same calls, even if sizes are written and unbacked symbols named differently."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RUN_TIME = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
 
 
 def same_expression(one: Any, other: Any) -> bool:
-    """Tell whether two sympy expressions of sizes are equal for all sizes, as far as that can be told by arithmetic."""
+    """Tell whether arithmetic can show that two sympy expressions are equal for all sizes."""
     if one == other:
         return True
     if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
@@ -31,7 +31,7 @@ def same_expression(one: Any, other: Any) -> bool:
 
 
 def _quotient(numerator: Any, denominator: Any) -> Any:
-    """`(8*a*b)//8` as `a*b`."""
+    """Simplify an exact quotient, as `(8*a*b)//8` to `a*b`."""
     if denominator.is_Integer:
         terms = sympy.expand(numerator).as_coefficients_dict().items()
         if all(term.is_integer and count % denominator == 0 for term, count in terms):
@@ -39,21 +39,21 @@ def _quotient(numerator: Any, denominator: Any) -> Any:
     return FloorDiv(numerator, denominator)
 
 
-# The calls of one graph, each with the one of another graph that it stands for.
+# Pairs of corresponding calls in two graphs.
 Pairs = Sequence[tuple[torch.fx.Node, torch.fx.Node]]
 
 
-# Nodes of which another one has the same value.
+# Node -> another node with the same value.
 Aliases = Mapping[torch.fx.Node, torch.fx.Node]
 
-# Views with the elements of their first argument: of the same shape, they are that argument.
+# Views of all elements of the first argument: if the shape is the same, the view equals this argument.
 _RESHAPING = {"expand", "expand_as", "broadcast_to", "view", "view_as", "reshape", "reshape_as"}
 
 
 def paired_calls(graph: torch.fx.Graph, other: torch.fx.Graph, without: Aliases | None = None) -> Pairs:
-    """The calls of both graphs in their order, but for those `without`.
+    """Pair the calls of both graphs in order, without the nodes in `without`.
 
-    Where one has more of them, the output of the other stands beside a call.
+    If one graph has more calls, the output of the other graph is paired with a call.
     """
     mine, its = ([call for call in calls_of(one) if call not in (without or {})] for one in (graph, other))
     return list(zip(mine, its, strict=False))
@@ -62,9 +62,9 @@ def paired_calls(graph: torch.fx.Graph, other: torch.fx.Graph, without: Aliases 
 def views_of_same_shape(
     graph: torch.fx.Graph, size: Callable[[Any], Any]
 ) -> dict[torch.fx.Node, torch.fx.Node]:
-    """The views that have the shape of what they view, with the node of that; `size` rewrites expressions of sizes first.
+    """Map each view that has the shape of its base to the base; `size` rewrites expressions of sizes first.
 
-    Left out are those where either is written, and those that have no gradient where what they view may have one.
+    A view is left out if view or base is written, or if only the base may have a gradient.
     """
 
     def same_size(mine: Any, its: Any) -> bool:
@@ -82,7 +82,7 @@ def views_of_same_shape(
 
 
 def _without_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """The nodes between those that switch gradients off and on, but for what takes no gradients anyway."""
+    """The nodes that run with gradients disabled, if their dtype can have gradients."""
     detached: set[torch.fx.Node] = set()
     before: dict[torch.fx.Node, bool] = {}
     enabled = True
@@ -110,8 +110,8 @@ def _is_written(node: torch.fx.Node) -> bool:
 class CallComparison:
     """Compares the arguments of calls of two graphs.
 
-    Sizes are compared by what they are, not by the nodes that compute them, and so are parts of tuples, and the model's
-    tensors. `same_size` compares sympy expressions of both; `aliases` has, for nodes of either graph, the one whose value they give.
+    Sizes, parts of tuples and the model's tensors are compared by value, not by the nodes that compute them. `same_size`
+    compares sympy expressions of both graphs; `aliases` maps nodes of either graph to a node with the same value.
     """
 
     def __init__(self, same_size: Callable[[Any, Any], bool], aliases: Aliases | None = None) -> None:
@@ -119,7 +119,7 @@ class CallComparison:
         self.counterpart: dict[torch.fx.Node, torch.fx.Node] = {}
 
     def same_call(self, mine: torch.fx.Node, its: torch.fx.Node) -> bool:
-        """Tell whether two nodes call the same thing with the same arguments; from now on, one stands for the other."""
+        """Tell whether two nodes call the same target with the same arguments; later comparisons treat them as equal."""
         self.counterpart[mine] = its
         if mine.op != its.op or mine.target != its.target:
             return False
@@ -136,7 +136,7 @@ class CallComparison:
         return same_value(mine, its) if parts is None else parts
 
     def same_value(self, mine: torch.fx.Node, its: torch.fx.Node) -> bool:
-        """Tell whether two nodes that are no sizes have the same value."""
+        """Tell whether two nodes that are not sizes have the same value."""
         mine, its = _without_aliases(mine, self._aliases), _without_aliases(its, self._aliases)
         if _is_reference(mine) and mine.target == its.target:
             return self.same((mine.op, mine.args), (its.op, its.args))
@@ -144,7 +144,7 @@ class CallComparison:
 
 
 def same_calls(pairs: Pairs, same_size: Callable[[Any, Any], bool], aliases: Aliases | None = None) -> bool:
-    """Tell whether the calls of each pair call the same thing with the same arguments."""
+    """Tell whether the calls of each pair have the same target and the same arguments."""
     comparison = CallComparison(same_size, aliases)
     return all(comparison.same_call(mine, its) for mine, its in pairs)
 
@@ -169,7 +169,7 @@ def same_results(pairs: Pairs, same_size: Callable[[Any, Any], bool]) -> bool:
 
 
 def matched_unbacked_symbols(pairs: Pairs) -> dict[sympy.Symbol, sympy.Symbol] | None:
-    """The symbol of the one graph for each unbacked one of the other, by where results hold them; None if ambiguous."""
+    """Map unbacked symbols of the second graph to those at the same place in results of the first; None if ambiguous."""
     names: dict[sympy.Symbol, sympy.Symbol] = {}
 
     def pair(mine: Any, its: Any) -> bool:
@@ -177,7 +177,7 @@ def matched_unbacked_symbols(pairs: Pairs) -> dict[sympy.Symbol, sympy.Symbol] |
             return isinstance(mine, sympy.Symbol) and names.setdefault(its, mine) == mine
         if isinstance(its, sympy.Basic) and isinstance(mine, sympy.Basic) and mine.func is its.func:
             return len(mine.args) == len(its.args) and all(map(pair, mine.args, its.args))
-        return True  # for the comparison of sizes
+        return True  # sizes are compared elsewhere
 
     for mine, its in pairs:
         values = zip(_facts(mine.meta.get("val"), True), _facts(its.meta.get("val"), True), strict=False)
@@ -187,12 +187,12 @@ def matched_unbacked_symbols(pairs: Pairs) -> dict[sympy.Symbol, sympy.Symbol] |
 
 
 def _arguments(node: torch.fx.Node) -> tuple[Any, ...]:
-    """The arguments of a call, without the text of an error of the model: sizes may be in it."""
+    """The arguments of a call, without the text of a model's error, which may contain sizes."""
     return (*node.args[:3], bool(node.args[3])) if node.target is check_outcome else node.args
 
 
 def same_constants(constants: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
-    """Tell whether both hold the same tensors under the same names, to the last bit."""
+    """Tell whether both have bitwise equal tensors under the same names."""
     return list(constants) == list(others) and all(
         mine.dtype == its.dtype
         and mine.shape == its.shape
@@ -204,13 +204,13 @@ def same_constants(constants: Mapping[str, torch.Tensor], others: Mapping[str, t
 
 
 def made_at(node: torch.fx.Node) -> tuple[Any, ...]:
-    """The target of a node, and its line of the model."""
+    """The op and target of a node, with its module and its lines in the model."""
     modules = list(node.meta.get("nn_module_stack", ()))
     return node.op, node.target, modules[-1:], node.meta.get("stack_trace")
 
 
 def calls_of(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """The calls of a model; nodes that compute sizes, read the device, or name a tensor are arguments of calls."""
+    """The calls of a model, without nodes that are only arguments: they compute sizes, read the device, or name a tensor."""
     return list(filter(is_call, graph.nodes))
 
 
@@ -221,7 +221,7 @@ def is_call(node: torch.fx.Node) -> bool:
 
 
 def _is_reference(node: torch.fx.Node) -> bool:
-    """Tell whether a node names a tensor of the model, or a part of a tuple: wherever it stands, it gives the same."""
+    """Tell whether a node names a tensor of the model or a part of a tuple, so that its position does not matter."""
     if node.op == "get_attr":
         return True
     whole = node.args[0] if node.target is operator.getitem else None
@@ -248,7 +248,7 @@ def _expression(value: Any) -> Any:
 
 
 def _facts(value: Any, original: bool = False) -> Iterator[Any]:
-    """All that is known of a result: dtypes, how many there are, and sizes, in the `original` form or as is known now."""
+    """Everything known about a result: dtypes, counts, and sizes, in `original` form or with what is known since."""
     if isinstance(value, torch.Tensor):
         yield value.dtype
         yield value.dim()

@@ -1,4 +1,4 @@
-"""Completes a graph: names that its code can hold; `val`, `nn_module_stack` and `stack_trace`, as torch.export has them."""
+"""Completes a graph: valid names for its code; `val`, `nn_module_stack` and `stack_trace`, as torch.export has them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxopt.capture.fakes.dynamic_shapes import SymbolicNumber
 from fxopt.capture.nodes.size_nodes import ROUNDING
 from fxopt.errors import TraceError
 
-# Functions of these modules compute with symbols; those of Python itself would ask for a number.
+# Functions of these modules compute with symbols; Python's own functions would require a number.
 _SYMBOLIC = (operator.add.__module__, "torch")
 _NUMBERS = (bool, int, float, *SymbolicNumber)
 
@@ -35,7 +35,7 @@ def complete_metadata(graph: Graph, root: str) -> None:
         elif not node.users:  # a check of inputs or sizes
             node.meta["nn_module_stack"], node.meta["stack_trace"] = outside
             continue
-        # A node that computes a size stands before the one that it was written for.
+        # A node that computes a size precedes the node that it was written for.
         node.meta["nn_module_stack"], node.meta["stack_trace"] = place
     for node in graph.nodes:
         if "val" not in node.meta:
@@ -43,7 +43,7 @@ def complete_metadata(graph: Graph, root: str) -> None:
 
 
 def _value(node: Node) -> Any:
-    """The value of a node that builds an output or computes a number; None for one that has no value."""
+    """The value of a node that builds an output or computes a number; None for other nodes."""
     described: Any = map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
     args, kwargs = described
     target: Any = node.target
@@ -62,13 +62,13 @@ def _value(node: Node) -> Any:
 
 
 def _is_read(graph: Graph, name: str) -> bool:
-    """Tell whether the code of a graph uses a name, besides where it gives the input of this name another one."""
+    """Tell whether the code of a graph uses an input's name again, after it assigns the input to another name."""
     parts = ast.walk(ast.parse(graph.python_code("self").src))
     return sum(isinstance(part, ast.Name) and part.id == name for part in parts) > 1
 
 
 def check_names(graph: torch.fx.Graph) -> None:
-    """Raise TraceError for a name that fx would write into code which Python cannot read: a keyword, or one with a quotation mark."""
+    """Raise TraceError for names with which fx generates invalid Python: keywords, names with quotation marks."""
     inputs = [str(node.target).lstrip("*") for node in graph.nodes if node.op == "placeholder"]
     for node in graph.nodes:
         path = str(node.target)
@@ -94,7 +94,7 @@ def check_names(graph: torch.fx.Graph) -> None:
 
 
 def add_constant(constants: dict[str, torch.Tensor], tensor: torch.Tensor, model: torch.nn.Module) -> str:
-    """Add a constant under a name that neither another one nor anything of the model has; the name."""
+    """Add a constant under an unused name, which no attribute of the model has either; return the name."""
     names = (f"_tensor_constant{number}" for number in itertools.count(len(constants)))
     name = next(n for n in names if n not in constants and not hasattr(model, n))
     constants[name] = tensor

@@ -1,4 +1,4 @@
-"""Containers of Python's library, and dataclasses, as the calls that build them."""
+"""Writes containers of Python's library, and dataclasses, as the calls that build them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items())
 def write_container(
     value: Any, argument: Callable[[Any], Any], create: Callable[..., Any], where: Callable[[], str]
 ) -> Any:
-    """The node, by `create`, that builds a container or a dataclass of what `argument` writes; None for other values."""
+    """The node that builds a container or dataclass, written by `create` from parts by `argument`; None for other values."""
 
     def call(target: Any, *args: Any) -> Any:
         return create("call_function", target, tuple(map(argument, args)), {}, None)
@@ -48,7 +48,7 @@ def write_container(
         return call(kind, list(value), value.maxlen)
     if kind in _VIEWS:
         return create("call_method", _VIEWS[kind], (call(dict, list(value.mapping.items())),), {}, None)
-    # What a class of its own code has made of the fields is taken as it is, from an open object.
+    # If the class has its own code for fields, the object is built from its current fields, as other open objects.
     is_made = _computes(kind) and is_open(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not is_made:
         made = create("call_function", importable(kind), (), _fields(value, argument, where), None)
@@ -65,7 +65,7 @@ def write_container(
 
 
 def check_keys(mapping: Mapping[Any, Any], where: str) -> None:
-    """Raise TraceError for a key of a dict that no code can name."""
+    """Raise TraceError if code cannot express a key of a dict."""
     for key in mapping:
         if isinstance(key, torch.Tensor) or is_open(key):
             raise TraceError(
@@ -74,24 +74,24 @@ def check_keys(mapping: Mapping[Any, Any], where: str) -> None:
 
 
 def _is_keyword(name: Any) -> bool:
-    """Tell whether code can give an argument of this name."""
+    """Tell whether a name is valid for a keyword argument."""
     return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
 
 
 def _computes(kind: Any) -> bool:
-    """Tell whether a dataclass has code of its own for what becomes of its fields; what Python generates is in no file."""
+    """Tell whether a dataclass has its own code for setting fields; code that Python generates has no file."""
     code = [getattr(method, "__code__", None) for method in (kind.__init__, kind.__setattr__)]
     return hasattr(kind, "__post_init__") or any(each and each.co_filename != "<string>" for each in code)
 
 
 def _is_made_as(kind: Any, base: Any) -> bool:
-    """Tell whether a class written in Python is called, and read, as the container that it derives from."""
+    """Tell whether a class written in Python is constructed and iterated like its base container."""
     is_same = all(getattr(kind, name) is getattr(base, name) for name in ("__init__", "__new__", "__iter__"))
     return is_same and type(kind).__call__ is type.__call__ and bool(kind.__dictoffset__)
 
 
 def _fields(value: Any, argument: Callable[[Any], Any], where: Callable[[], str]) -> dict[str, Any]:
-    """The arguments that build a dataclass (a ModelOutput, for example), but for those that are as by default."""
+    """The arguments that build a dataclass (a ModelOutput, for example), without those that are the default."""
     fields = [field for field in dataclasses.fields(value) if field.init]
     held = {**attributes(value), **(value if isinstance(value, dict) else {})}
     if extra := set(held) - {field.name for field in fields}:

@@ -1,4 +1,4 @@
-"""The writer: nodes for values. It knows, of every tensor, which node made it, and writes arguments and outputs."""
+"""The writer of nodes for values: it maps tensors to the nodes that made them, and writes arguments and outputs."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _PLAIN = (
 class GraphWriter:
     """Writes the nodes of one capture.
 
-    `shell` knows the names of the model's tensors; `device` is the capture's, which the graph takes from its input;
-    `running` gets the functions of the model that make calls.
+    `shell` has the names of the model's tensors. `device` is the device of the capture, which the graph reads from its
+    input. `running` collects the functions of the model that make calls.
     """
 
     graph: torch.fx.Graph
@@ -52,7 +52,7 @@ class GraphWriter:
 
     def __post_init__(self) -> None:
         self.constants: dict[str, torch.Tensor] = {}
-        # Tensors that the forward makes from Python data, with their versions: each run must start from fresh ones.
+        # Tensors that the forward makes from Python data, with their versions: each call of the graph needs fresh ones.
         self.fresh: list[tuple[torch.Tensor, float, torch.fx.Node]] = []
         self._values: dict[int, Origin] = {}
         self._alive: list[Any] = []
@@ -62,22 +62,22 @@ class GraphWriter:
         self._modules: list[tuple[str, str]] = []
         self.containers = MutableObjects(self.graph, self.call, self.argument, self._bind_entry)
         self._inputs: list[Any] = []
-        # All calls are written; what is left is the output, in which a `torch.Size` is no tuple.
+        # True when all calls are written and only the output is left, in which a `torch.Size` is not a tuple.
         self._is_complete = False
 
     def add_input(self, tensor: torch.Tensor, node: torch.fx.Node, path: tuple[tuple[str, Any], ...]) -> None:
-        """Take `tensor` as the value of a placeholder, or of the entry at `path` inside it."""
+        """Register `tensor` as the value of a placeholder, or of the entry at `path` inside it."""
         self.bind_result(tensor, Origin(node, path))
         if self._device_source is None and tensor.device == self.device and not path:
             self._device_source = node
 
     def add_object(self, value: Any, node: torch.fx.Node, path: tuple[tuple[str, Any], ...]) -> None:
-        """Take an open object as the value of a placeholder, or of what is at `path` inside it."""
+        """Register an open object as the value of a placeholder, or of the entry at `path` inside it."""
         self.containers.add(value, functools.cache(lambda: self._follow(Origin(node, path))), bind=True)
         self._inputs.append(value)
 
     def add_output(self, value: Any) -> None:
-        """Write the output node, and give every run tensors of its own where the forward makes them from data."""
+        """Write the output node; clone tensors from Python data that are written or returned, so that each call gets its own."""
         self._is_complete = True
         for changed in self._inputs:
             self.containers.write_back(changed)
@@ -92,7 +92,7 @@ class GraphWriter:
                 node.replace_all_uses_with(clone, delete_user_cb=lambda user, clone=clone: user is not clone)  # type: ignore[misc]
 
     def argument(self, value: Any) -> Any:
-        """`value` as an argument of a node; TraceError when code cannot name it."""
+        """Return `value` as an argument of a node; raise TraceError if code cannot express it."""
         if isinstance(value, torch.Tensor):
             return self._node_of(value)
         if isinstance(value, SymbolicNumber):
@@ -148,7 +148,7 @@ class GraphWriter:
         return value.node
 
     def made_by(self, tensor: torch.Tensor) -> torch.fx.Node | None:
-        """The node that made a tensor; None for the model's own, and for a part of what a node made."""
+        """The node that made a tensor; None for tensors of the model, and for parts of a node's result."""
         origin = self._values.get(id(tensor))
         return origin.node if origin is not None and not origin.path else None
 
@@ -157,25 +157,25 @@ class GraphWriter:
         self._values = {key: value for key, value in self._values.items() if value.source not in nodes}
 
     def read_sizes(self, tensor: torch.Tensor) -> None:
-        """Read the free sizes of a tensor now, before its shape changes; its node keeps the shape that it has."""
+        """Read the symbolic sizes of a tensor before its shape changes; its node keeps the current shape."""
         with self.containers.reading():
             for size in tensor.shape:
                 self.argument(size)
         self._node_of(tensor).meta["val"] = tensor.view_as(tensor)
 
     def stand_for(self, tensor: torch.Tensor, made: torch.Tensor) -> None:
-        """Take what made the one tensor for what made the other."""
+        """Register the origin of `made` as the origin of `tensor`."""
         self._values[id(tensor)] = self._values[id(made)]
 
     def _follow(self, value: Origin) -> torch.fx.Node:
-        """The node at the end of a path, made the first time that something uses it."""
+        """Write the nodes along a path, and return the last one."""
         node = value.node
         for kind, key in value.path:
             node = self.call(operator.getitem if kind == "item" else getattr, node, key)
         return node
 
     def _attribute(self, tensor: torch.Tensor) -> torch.fx.Node:
-        """A tensor that no recorded call made: a parameter, a buffer, or one from outside the forward."""
+        """The node of a tensor that no recorded call made: a parameter, a buffer, or one from outside the forward."""
         name = self.shell.names.get(id(tensor))
         if name is None and id(tensor) in self.shell.originals:
             name = self.constant(self.shell.originals[id(tensor)])
@@ -190,7 +190,7 @@ class GraphWriter:
         return self.create("get_attr", name, (), {}, tensor)
 
     def faked(self, value: Any) -> Any:
-        """`value` with a fake in the place of each real tensor, so that no call computes or writes anything."""
+        """`value` with a fake in place of each real tensor, so that no call computes or writes anything."""
         return mapped(value, self._faked)
 
     def _faked(self, value: Any) -> Any:
@@ -251,11 +251,11 @@ class GraphWriter:
         return self.create("call_function", target, args, {}, None)
 
     def assume(self, condition: Any, what: str) -> None:
-        """Write a check of a condition that the graph takes for granted."""
+        """Write a runtime check of a condition that the graph assumes."""
         self.call(check_value, condition, f"the graph assumes {what}. {self.where()}")
 
     def _bind_entry(self, value: Any, node: Callable[[], torch.fx.Node], kind: str, key: Any) -> None:
-        """Take `value` as an entry of what `node()` gives."""
+        """Register `value` as an entry of the value of `node()`."""
         if isinstance(value, (torch.Tensor, tuple, *SymbolicNumber)):
             self.bind_result(value, Origin(node, ((kind, key),)))
 

@@ -1,7 +1,7 @@
-"""The objects that a forward may change: which node each is, and what the graph has made of it so far.
+"""The objects that a forward may change: the node of each, and its contents in the graph so far.
 
-An object among the inputs, as the cache of a decoder, is its placeholder; one that the forward makes is built where something
-first needs it. What the forward has changed since is written back before a layer or the caller sees the object again.
+The node of an input object, such as a decoder's cache, is its placeholder. An object that the forward creates is built
+where a node first needs it. Later changes are written back before a layer or the caller sees the object again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Node = torch.fx.Node
 
 @dataclasses.dataclass
 class _Known:
-    """A container that some node gives, and what was in it when the graph and the forward last agreed."""
+    """A container with its node, and its contents when the graph and the forward last agreed."""
 
     container: Any
     node: Callable[[], Node]
@@ -50,8 +50,8 @@ class _Known:
 class MutableObjects:
     """The open objects of one capture, with the lists and dicts inside them.
 
-    `create` writes a node for a target and its arguments, `argument` any other value as an argument, and `bind` takes a value as
-    the entry, of this kind and key, of what a node gives.
+    `create` writes a node for a target and its arguments, and `argument` writes any other value as an argument. `bind`
+    registers a value as an entry, with its kind and key, of the value of a node.
     """
 
     graph: torch.fx.Graph
@@ -61,22 +61,22 @@ class MutableObjects:
 
     def __post_init__(self) -> None:
         self._known: dict[int, _Known] = {}
-        # What is being built, and lists and dicts that are written inside the node of what holds them.
+        # Objects being built, with lists and dicts inside the nodes that hold them; and containers being written back.
         self._building: set[int] = set()
         self._writing: set[int] = set()
         self._kept: list[Node] = []
 
     def add(self, container: Any, node: Callable[[], Node], bind: bool = False) -> None:
-        """Take a container, and those inside it, as what `node()` gives; `bind` its tensors as well."""
+        """Register a container, and those inside it, as the value of `node()`; `bind` registers their tensors as well."""
         known = self._known[id(container)] = _Known(container, node, {})
         self._accept(known, entries(container), bind)
 
     def knows(self, container: Any) -> bool:
-        """Tell whether a node gives this container."""
+        """Tell whether this container has a node."""
         return id(container) in self._known
 
     def node(self, value: Any) -> Node:
-        """The node that gives an open object, as it is now."""
+        """The node of an open object, with its current contents written back."""
         if id(value) not in self._known:
             self._build(value)
         self.write_back(value)
@@ -112,24 +112,24 @@ class MutableObjects:
         return next(self._reachable(arguments), None) is not None
 
     def before_call(self, arguments: Any) -> None:
-        """Read all that is in the open objects among the arguments of a call, which may change them."""
+        """Read the contents of the open objects among the arguments of a call, which may change them."""
         for known in self._reachable(arguments):
             self._keep(list(known.contents.values()))
 
     def after_call(self, arguments: Any) -> None:
-        """Take over what a call has changed in the open objects among its arguments."""
+        """Register the changes that a call has made to the open objects among its arguments."""
         with self.reading():
             for known in list(self._reachable(arguments)):
                 self._accept(known, entries(known.container), bind=True)
 
     def erase_unused(self) -> None:
-        """Erase what was read before a call changed it, and was not needed."""
+        """Erase nodes that read values before a call changed them, and that nothing uses."""
         for node in reversed(list(dict.fromkeys(self._kept))):
             if not node.users:
                 self.graph.erase_node(node)
 
     def _accept(self, known: _Known, now: dict[Any, Any], bind: bool = False) -> None:
-        """Take what is in a container now as what the graph has there; `bind` where it did not come from nodes."""
+        """Record the current contents of a container as those in the graph; `bind` registers values that have no node yet."""
         changed = _changed(known, now)
         known.contents = now
         for key in changed:
@@ -141,7 +141,7 @@ class MutableObjects:
                 self.add(value, self._entry(known, key), bind)
 
     def _entry(self, known: _Known, key: Any) -> Callable[[], Node]:
-        """The node of what is at `key`, made the first time that something uses it."""
+        """The node of the value at `key`, written when it is first used."""
         target = operator.getitem if key_kind(known.container) == "item" else getattr
         return functools.cache(lambda: self.create(target, known.node(), key))
 
@@ -173,12 +173,12 @@ class MutableObjects:
         if isinstance(value, (type, types.FunctionType)):
             return self.create(find, _importable_name(value))
         if isinstance(value, enum.Enum) and value.name in type(value).__members__:
-            # torch.fx writes no member of an enumeration in a dict.
+            # torch.fx cannot write a member of an enumeration inside a dict.
             return self.create(find, f"{_importable_name(type(value))}.{value.name}")
         return self.argument(value)
 
     def _keep(self, values: list[Any]) -> None:
-        """Read these values now, which will no longer be where they are."""
+        """Read these values before they leave their container."""
         with self.reading():
             for value in values:
                 if id(value) in self._known:
@@ -190,7 +190,7 @@ class MutableObjects:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Nodes written in the block are erased in the end where nothing uses them."""
+        """Mark the nodes written in the block: those without users are erased in the end."""
         last = root_of(self.graph).prev
         yield
         while last.next is not root_of(self.graph):

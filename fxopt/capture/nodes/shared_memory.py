@@ -27,7 +27,7 @@ class OutOfSightError(TraceError):
 
 @dataclasses.dataclass
 class Origin:
-    """Where a tensor comes from: a node, written when first needed, and the way from its result to the tensor."""
+    """The origin of a tensor: a node, written when first needed, and the path from its result to the tensor."""
 
     source: torch.fx.Node | Callable[[], torch.fx.Node]
     path: tuple[tuple[str, Any], ...] = ()
@@ -38,18 +38,18 @@ class Origin:
 
 
 class SharedMemory:
-    """The memory of the tensors of one capture; `values` is the writer's list of what has a node; it grows with each call."""
+    """The memory of the tensors of one capture; `values` is the writer's growing list of values that have a node."""
 
     def __init__(self, model: torch.nn.Module, values: Sequence[Any]) -> None:
         self._model = model
         self._values = values
-        # By memory, the tensors in the first so many of the values; and the memory of the model's own tensors.
+        # Memory -> the tensors in it, among the first `_indexed` values; and the memory of the model's own tensors.
         self._sharing: dict[int, set[int]] = {}
         self._indexed = 0
         self._models: set[int] = set()
 
     def is_sole_view(self, tensor: torch.Tensor, node: torch.fx.Node | None) -> bool:
-        """Tell whether the call `node` made this tensor, and nothing that a later call or the caller can see shares its memory."""
+        """Tell whether `node` made this tensor, and nothing that a later call or the caller can see shares its memory."""
         if node is None or not self._is_new(node):
             return False
         if any(user.target in (build_object, set_attributes, set_items) for user in node.users):
@@ -64,7 +64,7 @@ class SharedMemory:
         return memory not in self._models and self._sharing[memory] == {id(tensor)}
 
     def _is_new(self, node: torch.fx.Node) -> bool:
-        """Tell whether the value of a node is in memory of its own for all inputs: `x.float()` may be `x` in another call."""
+        """Tell whether a node's value has its own memory for all inputs: `x.float()`, for one, may return `x`."""
         module = called_module(self._model, node)
         if node.args and node.args[0] in (written_by(node, module) or ()):
             return self._is_new(node.args[0])  # type: ignore[arg-type]  # what is written is a node

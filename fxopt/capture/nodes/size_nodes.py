@@ -1,6 +1,6 @@
-"""The nodes that compute with sizes: a SymInt that is an argument of a call, as a sympy expression, written as nodes.
+"""The nodes that compute sizes: the sympy expression of a SymInt in the arguments of a call is written as nodes.
 
-The leaves are `size` calls on the node of the tensor that has that dimension, or the node of the value that it came from.
+The leaves are `size` calls on the node of a tensor with that dimension, or the node of the value that the size came from.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fxopt.capture.capture_internals import (
 )
 from fxopt.errors import TraceError
 
-# The functions of `math` that torch has for sympy, besides the square root, which it can compute itself.
+# The functions of `math` that torch supports as sympy functions, besides the square root, which torch computes itself.
 FLOAT_FUNCTIONS = ("exp", "log", "log2", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan")
 ROUNDING = (math.floor, math.ceil, math.trunc, round)
 
 
 class SizeNodes:
-    """The nodes of one graph that compute sizes; `bind` says where a symbol comes from."""
+    """The nodes of one graph that compute sizes; `bind` registers where a symbol comes from."""
 
     def __init__(self, graph: torch.fx.Graph, shape_env: ShapeEnv) -> None:
         self._tracer = GraphAppendingTracer(graph)
@@ -38,7 +38,7 @@ class SizeNodes:
         self._nodes: dict[sympy.Expr, torch.fx.Node] = {}
 
     def bind(self, value: Any, origin: Callable[[], torch.fx.Node]) -> None:
-        """Take `origin` as the source of `value` if that is a symbol of its own that has no source yet."""
+        """Register `origin` as the source of `value` if `value` is a single symbol that has no source yet."""
         expression = value.node.expr
         if isinstance(expression, sympy.Symbol):
             self._origins.setdefault(expression, origin)
@@ -47,15 +47,15 @@ class SizeNodes:
             self._origins.setdefault(expression.lhs, lambda: self._graph.call_function(int, (origin(),)))
 
     def is_new(self, value: Any) -> bool:
-        """Tell whether `value` depends on a symbol that nothing has been taken as the source of."""
+        """Tell whether `value` depends on a symbol that has no source."""
         return not self._origins.keys() >= value.node.expr.free_symbols
 
     def has_source(self, symbol: sympy.Symbol) -> bool:
-        """Tell whether something has been taken as the source of a symbol."""
+        """Tell whether a symbol has a source."""
         return symbol in self._origins
 
     def bind_shape(self, tensor: torch.Tensor, node: Callable[[], torch.fx.Node]) -> None:
-        """Take the dimensions of `tensor`, made by `node()`, as sources of the symbols they consist of."""
+        """Register the dimensions of `tensor`, made by `node()`, as sources of their symbols."""
         for dim, size in enumerate(tensor.shape):
             if isinstance(size, torch.SymInt):
                 self.bind(size, lambda dim=dim: self._graph.call_method("size", (node(), dim)))
@@ -63,14 +63,14 @@ class SizeNodes:
                     self._bind_offset(tensor, node)
 
     def _bind_offset(self, tensor: torch.Tensor, node: Callable[[], torch.fx.Node]) -> None:
-        """Take `tensor`, maybe a slice that begins at an unbacked number, as the source of that."""
+        """Register the storage offset of `tensor`, which may be a slice that begins at an unbacked number."""
         with DisableTorchFunction():
             offset = tensor.storage_offset() if tensor.layout == torch.strided else 0
         if isinstance(offset, torch.SymInt):
             self.bind(offset, lambda: self._graph.call_method("storage_offset", (node(),)))
 
     def node(self, value: Any) -> Any:
-        """The node that computes `value`, or a Python number when it is one after all."""
+        """The node that computes `value`, or a Python number if the value is known."""
         result = self.node_of(self._shape_env.replace(value.node.expr), value.node.pytype)
         if isinstance(result, torch.fx.Node):
             result.meta["val"] = value
@@ -104,7 +104,7 @@ class SizeNodes:
 
 
 class _Analysis(PythonReferenceAnalysis):
-    """Python's arithmetic on proxies; rounding, which Python does on numbers alone, becomes a node of its own."""
+    """Python's arithmetic on proxies; rounding, which Python does only on numbers, becomes a separate node."""
 
     @staticmethod
     def identity(x: Any) -> Any:

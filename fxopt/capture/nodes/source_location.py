@@ -20,16 +20,16 @@ from fxopt.graph import source_line
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CAPTURE = sys.modules["fxopt.capture"].__path__[0] + os.sep
 _FXOPT = sys.modules["fxopt"].__path__[0] + os.sep
-# The function that runs the model's forward: below it on the stack, frames belong to the caller.
+# The function that runs the model's forward: frames outside of it belong to the caller.
 RUN_FORWARD = "_run_forward"
-CAPTURE = "capture_graph"  # the one that calls it
+CAPTURE = "capture_graph"  # the function that calls RUN_FORWARD
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MAKES_CALLS: set[CodeType] = set()
 
 
 def describe_location(frame: FrameType | None, module: tuple[str, str] | None) -> str:
-    """A place in the model's code in words: module path, file, line, source text."""
+    """Describe a place in the model's code: module path, file, line, source text."""
     inside = f"In module {module[0] or 'the root'!r} ({module[1]})" if module else "In the forward"
     if frame is None:
         return f"{inside}."
@@ -68,35 +68,35 @@ def is_model_package(module: Any) -> bool:
 
 
 def model_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the model's code; None where only code of torch and of the capture runs."""
+    """The innermost frame of the model's code; None if only code of torch and of the capture runs."""
     while frame is not None and not is_model_code(frame.f_code.co_filename):
-        frame = None if frame.f_code.co_name == CAPTURE else frame.f_back  # behind it, it is the caller's
+        frame = None if frame.f_code.co_name == CAPTURE else frame.f_back  # outer frames are the caller's
     return frame
 
 
 def makes_calls(function: F) -> F:
-    """Mark a function of the capture that makes the model's calls: what a function of torch in C raises comes from there."""
+    """Mark a function of the capture that makes the model's calls: an error of a C function of torch appears to come from it."""
     _MAKES_CALLS.add(function.__code__)
     return function
 
 
 def is_own_code(code: CodeType) -> bool:
-    """Tell whether what this code of the capture raises is a bug of the capture."""
+    """Tell whether an error raised by this code of the capture is a bug of the capture."""
     return code.co_filename.startswith(_CAPTURE) and code not in _MAKES_CALLS
 
 
 class RunningCode:
-    """The functions of a model that made calls of torch, or made others that did, with their globals."""
+    """The functions of a model that called torch, directly or through others, with their globals."""
 
     def __init__(self) -> None:
         self.functions: dict[CodeType, dict[str, Any]] = {}
         self.runs = 0
-        self.left_fakes = False  # outside of the model
+        self.left_fakes = False  # the forward left fakes outside of the model
 
 
 @functools.lru_cache(maxsize=4096)
 def compares_identity(code: CodeType) -> bool:
-    """Tell whether code has an `a is b` of two variables, or items, rather than of one and a constant or a class."""
+    """Tell whether code has an `a is b` of two variables or items, not with a constant or a class."""
     names = [instruction.opname for instruction in dis.get_instructions(code)]
     return any(
         after == "IS_OP" and before.startswith(("LOAD_FAST", "LOAD_DEREF", "BINARY_SUBSCR", "BINARY_OP"))
@@ -112,7 +112,7 @@ def compares_with_flag(code: CodeType) -> bool:
 
 
 def stack_trace(frame: FrameType | None, running: RunningCode) -> str:
-    """The model's part of the stack, as Python prints it, with note taken of its functions; empty after the forward has ended."""
+    """The model's part of the stack in Python's format, empty after the forward; `running` gets the functions in it."""
     lines: list[str] = []
     functions: dict[CodeType, dict[str, Any]] = {}
     while frame is not None and frame.f_code.co_name != RUN_FORWARD:

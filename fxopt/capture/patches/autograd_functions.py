@@ -27,8 +27,8 @@ Function = torch.autograd.Function
 def patch_apply(patch: Patches, recorder: Recorder) -> None:
     """Write one node for each call of `cls.apply` in the forward.
 
-    A reference that was taken earlier, as in `double = Double.apply`, is torch's method itself. Such a call is seen at
-    the forward of its class.
+    A reference that was taken earlier, as in `double = Double.apply`, is torch's own method. Such a call is recorded at the
+    forward of its class.
     """
     plain, thread = vars(Function)["apply"], threading.get_ident()
 
@@ -50,7 +50,7 @@ def patch_apply(patch: Patches, recorder: Recorder) -> None:
     for cls in reached(Function.__subclasses__(), _subclasses):
         if isinstance(vars(cls).get("forward"), staticmethod):
             _patch_forward(patch, cls, recorder)
-        if "setup_context" in vars(cls):  # perhaps its forward is that of a base class
+        if "setup_context" in vars(cls):  # its forward may be inherited
             _patch_setup_context(patch, cls, recorder)
 
 
@@ -72,7 +72,7 @@ def _patch_forward(patch: Patches, cls: Any, recorder: Recorder) -> None:
             )
         context = args[: int(bool(args) and isinstance(args[0], torch.autograd.function.FunctionCtx))]
         called = cls
-        if context:  # that of torch knows the class, which may inherit its forward
+        if context:  # torch's context stores the class, which may inherit its forward
             called = getattr(type(context[0]), "_forward_cls", cls)
         elif heirs := [sub for sub in reached(cls.__subclasses__(), _subclasses) if sub.forward is seen]:
             recorder.fail(
@@ -104,7 +104,7 @@ def _patch_setup_context(patch: Patches, cls: Any, recorder: Recorder) -> None:
 
 
 def _save_out_of_sight(recorder: Recorder, result: Any, *contexts: Any) -> None:
-    """Have torch save others for outputs: it would copy these, as if the forward did that."""
+    """Save detached tensors in place of outputs, because torch would copy outputs, and the copy would be recorded."""
     outputs = set(map(id, tensors_in(result)))
     for context in contexts:
         saved = getattr(context, "to_save", None) or ()
@@ -114,7 +114,7 @@ def _save_out_of_sight(recorder: Recorder, result: Any, *contexts: Any) -> None:
 
 
 def _call(recorder: Recorder, cls: type, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run a `torch.autograd.Function` out of sight, and write one node, so that it keeps its backward; none can hold a module."""
+    """Write one node for a `torch.autograd.Function`, which keeps its backward; with a module argument, record its forward."""
     if contains([*args, *kwargs.values()], torch.nn.Module):
         return _call_forward(recorder, cls, args, kwargs)
     writer = recorder.writer
@@ -130,7 +130,7 @@ def _call(recorder: Recorder, cls: type, apply: Callable[..., Any], args: Any, k
 
 
 class _Writes(TorchDispatchMode):
-    """Notes the memory that calls write into."""
+    """Records the memory that calls write into."""
 
     def __init__(self) -> None:
         super().__init__()

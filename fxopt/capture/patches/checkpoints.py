@@ -1,4 +1,4 @@
-"""Activation checkpointing: what `torch.utils.checkpoint` runs is recorded as if it were called directly."""
+"""Activation checkpointing: functions run by `torch.utils.checkpoint` are recorded as if they were called directly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxopt.objects import tensors_in
 
 
 def patch_checkpointing(patch: Patches, refuse: Callable[[str], None]) -> None:
-    """Record what a checkpoint with `use_reentrant=False` runs: values and gradients are the same."""
+    """Record the function that a checkpoint with `use_reentrant=False` runs: values and gradients are the same."""
 
     @patch(*CHECKPOINT)
     def around_forward(original: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -29,14 +29,14 @@ def patch_checkpointing(patch: Patches, refuse: Callable[[str], None]) -> None:
 
 
 def reentrant_checkpoint(recorder: Recorder, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Call what a checkpoint with `use_reentrant=True` runs, which has gradients only where one of its tensors takes them."""
+    """Call the function of a checkpoint with `use_reentrant=True`: it has gradients only if a tensor argument requires them."""
     nested = [arg for arg in args if not isinstance(arg, torch.Tensor)]
     if any(tensor.requires_grad for tensor in tensors_in(nested)):
         recorder.fail(
             "the forward calls torch.utils.checkpoint with use_reentrant=True on tensors in containers, which take other "
             "gradients then than a graph has: use_reentrant=False can be captured"
         )
-    if not torch.is_grad_enabled():  # which is no question of the model
+    if not torch.is_grad_enabled():  # not a read by the model
         recorder.queries.note_mode("grad", False)
         return function(*args)
     recorder.queries.note_gradients()

@@ -1,4 +1,4 @@
-"""Kernels of operators that torch, on fakes, takes apart in a way that fixes a size, or not at all."""
+"""Kernels of operators that torch decomposes on fakes in a way that makes a size static, or cannot run on fakes."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def patch_kernels(patch: Patches) -> None:
     detect: Any = getattr(owner, name)
 
     def is_causal(mask: Any, given: bool | None = None, size: int | None = None) -> bool:
-        """Is a mask causal? A layer asks this anew when the graph runs, and its output has one shape either way."""
+        """Tell whether a mask is causal; a layer tests this again when the graph runs, with the same output shape."""
         in_layer = type(mask) is FakeTensor and patch.in_forward() and not patch.active()
         return given is True if in_layer else detect(mask, given, size)
 
     patch.set(owner, name, is_causal)
-    patch.set(*FLOOR_DIVISION, lambda x, y: x // y)  # torch 2.12 asks for the sign of a remainder
+    patch.set(*FLOOR_DIVISION, lambda x, y: x // y)  # torch 2.12 tests the sign of a remainder
     _cumulative_average(patch)
 
 
@@ -55,13 +55,13 @@ def _replace(patch: Patches, operator: Any, kernel: Any, original: Any) -> None:
     def chosen(*args: Any, **kwargs: Any) -> Any:
         return (kernel if patch.in_forward() else original)(*args, **kwargs)
 
-    patch.callback(dispatch_cache_of(operator).clear)  # where torch keeps the kernels that it has found
+    patch.callback(dispatch_cache_of(operator).clear)  # torch caches the kernels that it has found
     patch.set(operator, "py_kernels", {**operator.py_kernels, **dict.fromkeys(DISPATCH_KEYS, chosen)})
     dispatch_cache_of(operator).clear()
 
 
 def _cumulative_average(patch: Patches) -> None:
-    """A batch normalisation that is a layer averages by the number in its `num_batches_tracked`, which no fake has: any will do."""
+    """Let a batch normalization layer average by any number: its `num_batches_tracked` has no value in a fake."""
     owner, name = BATCH_NORM
     forward: Callable[..., torch.Tensor] = vars(owner)[name]
 
@@ -80,7 +80,7 @@ def _cumulative_average(patch: Patches) -> None:
 def _first_step(
     step_by_step: Any, input: torch.Tensor, hx: Any, params: Any, *options: Any
 ) -> tuple[torch.Tensor, ...]:
-    """A recurrent layer: torch makes the calls of each step, and so fixes how many there are. All give what the first one gives."""
+    """Run only the first step of a recurrent layer: torch would unroll all steps, whose outputs have the same shape."""
     time = 1 if options[-1] else 0  # `batch_first`
     first, *state = step_by_step(input.select(time, 0).unsqueeze(time), hx, params, *options)
     first = first.transpose(0, time)
@@ -93,7 +93,7 @@ def _first_step(
 
 
 def _distances(x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, mode: int | None = None) -> torch.Tensor:
-    """`cdist`, whose code in C++ knows no free sizes."""
+    """`cdist`, whose C++ code does not support dynamic sizes."""
     made: torch.Tensor = cdist(x1, x2, p, mode)
     return made
 
@@ -115,7 +115,7 @@ def _kron(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _multi_dot(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """torch asks the sizes which product to compute first."""
+    """Multiply in order: torch would choose the first product by the sizes."""
     return functools.reduce(torch.matmul, tensors)
 
 
@@ -124,7 +124,7 @@ def _fill_diagonal(tensor: torch.Tensor, value: Any, wrap: bool = False) -> torc
 
 
 def _combinations(tensor: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
-    """torch takes them by a mask, of which it does not know how many places are true."""
+    """Make the right number of combinations: torch would select them by a mask, with an unknown number of true values."""
     if r == 0:
         return tensor.new_empty(0)
     many = tensor.shape[0] + (r - 1 if with_replacement else 0)
@@ -133,7 +133,7 @@ def _combinations(tensor: torch.Tensor, r: int = 2, with_replacement: bool = Fal
 
 
 def _tensor_split(tensor: torch.Tensor, sections: int, dim: int = 0) -> list[torch.Tensor]:
-    """torch asks which parts have one more."""
+    """Split by arithmetic: torch would test which parts are longer by one."""
     parts, start = [], 0
     for number in range(sections):
         length = (tensor.shape[dim] + sections - 1 - number) // sections
@@ -150,7 +150,7 @@ def _max_pool1d(
     dilation: Sequence[int] = (1,),
     ceil_mode: bool = False,
 ) -> torch.Tensor:
-    """As torch does it with gradients; without, it makes a contiguous tensor."""
+    """Pool as torch does with gradients; without gradients, torch returns a contiguous tensor."""
     wide = [1, *stride] if stride else []
     pooled = aten.max_pool2d(
         tensor.unsqueeze(-2), [1, *kernel], wide, [0, *padding], [1, *dilation], ceil_mode
@@ -169,7 +169,7 @@ def _ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """torch makes a table as wide as the longest target, which the values of the lengths say, and gives none of it."""
+    """Skip torch's table, which is as wide as the longest target (a value) and is not returned."""
     losses = log_probs.sum(0).sum(-1)
     return losses if reduction == 0 else losses.sum()
 
@@ -178,7 +178,7 @@ def _fake_quantize(tensor: torch.Tensor, *options: Any) -> torch.Tensor:
     return tensor.clone()
 
 
-# Kernels of operators that torch has in C++ alone, which fixes sizes; what is made of values has any.
+# Kernels of operators that torch has only in C++, which makes sizes static. Only the metadata of results matters.
 _KERNELS: dict[str, Callable[..., Any]] = {
     "cdist.default": _distances,
     "take_along_dim.default": _take_along_dim,

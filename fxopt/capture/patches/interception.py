@@ -1,6 +1,6 @@
-"""Installs the patches that report to a `TorchFunctionMode` what torch does not: for one run, in one thread, under a lock.
+"""Installs the patches that report calls hidden from a `TorchFunctionMode`: for one run, in one thread, under a lock.
 
-torch's compiling and exporting states are set for the same time: models that branch on them take the branch that needs no data.
+torch's compiling and exporting states are set meanwhile: models that branch on them take the branch that needs no data.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fxopt.capture.patches.transformers_masks import patch_masks
 from fxopt.capture.recording.recorder import Recorder
 
 lock = threading.RLock()
-# A fork waits for the end of a capture: its child would have the functions of torch replaced, and the lock held, for good.
+# A fork waits for the end of a capture: otherwise its child would keep torch's functions patched and the lock held.
 os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 @contextlib.contextmanager
 def patched_torch(recorder: Recorder, model: torch.nn.Module) -> Iterator[None]:
-    """Report to `recorder` what this thread does inside the block, in which `model` is run."""
+    """Report to `recorder` the calls of this thread in the block, in which `model` runs."""
     thread = threading.get_ident()
     writer, decisions = recorder.writer, recorder.decisions
 
@@ -44,7 +44,7 @@ def patched_torch(recorder: Recorder, model: torch.nn.Module) -> Iterator[None]:
     with Patches(active, in_forward) as patch:
         patch.set(*IS_COMPILING, True)
         patch.set(*IS_EXPORTING, True)
-        # It logs each error of an operator before raising it, and some only decide a condition here.
+        # torch logs each error of an operator before raising it, but some errors only decide a condition here.
         patch.set(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
         patch_torch(patch, recorder)
         patch_numbers(patch, decisions)

@@ -1,7 +1,7 @@
-"""Loops over the places where a mask is true, as mixtures of experts have: `for expert in hit.nonzero():`.
+"""Loops over the places where a mask is true, as in mixtures of experts: `for expert in hit.nonzero():`.
 
-Where the mask has a known length, the loop is taken to ask at each place whether the mask is true there: a decision on a
-value, which makes no difference if what the loop does writes nothing where it is not true.
+If the length of the mask is known, the loop visits every place and asks whether the mask is true there. This decision on a
+value does not matter if the loop body writes nothing for a false mask.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLACES: set[Any] = {"nonzero", "argwhere", torch.nonzero, torch.argwhere}
 
 
 def patch_loops(patch: Patches, writer: GraphWriter, decisions: BranchDecisions) -> None:
-    """Let loops over places run at all of them; a specialised graph runs them as often as the example does."""
+    """Run loops over places at all places; a specialized graph runs them as often as the example does."""
     # The places of a mask of each length, one tensor each.
     places: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
 
@@ -42,7 +42,7 @@ def patch_loops(patch: Patches, writer: GraphWriter, decisions: BranchDecisions)
 
 
 def _is_loop(frame: FrameType) -> bool:
-    """Tell whether a frame starts a loop of its own; `enumerate` and `zip` count what they give, out of sight."""
+    """Tell whether a frame starts a loop itself; `enumerate` and `zip` iterate in C, where a capture cannot follow."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "GET_ITER"
 
 
@@ -57,7 +57,7 @@ def _loop(
 
 
 def _length(writer: GraphWriter, tensor: torch.Tensor) -> int | None:
-    """The length of the mask of whose places a tensor is the unchanged list."""
+    """The length of the mask that `nonzero` got to make this tensor; None if unknown, or if the tensor was written."""
     node = writer.argument(tensor)
     mask = node.args[0].meta.get("val") if node.target in _PLACES and node.args else None
     one_dimension = isinstance(mask, torch.Tensor) and mask.dim() == 1 and type(mask.shape[0]) is int

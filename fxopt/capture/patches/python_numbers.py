@@ -1,4 +1,4 @@
-"""Python's functions of numbers (`len`, `max`, `round`, `hash`), for sizes that are free or unbacked."""
+"""Python's functions of numbers (`len`, `max`, `round`, `hash`), for sizes that are dynamic or unbacked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat)
 
 
 def patch_numbers(patch: Patches, decisions: BranchDecisions) -> None:
-    """Let Python take such sizes for the ints that they are to the model."""
+    """Let Python treat symbolic sizes as the ints that they are to the model."""
     _lengths(patch)
     _extremes(patch, decisions)
     _keys(patch, decisions)
@@ -39,17 +39,17 @@ def patch_numbers(patch: Patches, decisions: BranchDecisions) -> None:
 
     @patch(torch.SymFloat, "__round__")
     def __round__(original: Any, self: Any, digits: int | None = None) -> Any:
-        """`round` of an unbacked number: torch has no symbol for it, so the number is decided, as by `float`."""
+        """Round an unbacked number after deciding its value, as `float` does: torch has no symbol for `round`."""
         return original(self, digits) if self.node.has_hint() else round(float(self), digits)
 
     @patch(torch.SymInt, "__round__")
     def to_tens(original: Any, self: Any, digits: int | None = None) -> Any:
-        """`round(size, -1)`, which torch takes for `size`: it is decided, as by `int`."""
+        """Decide the value for `round(size, -1)`, as `int` does: torch would return `size` itself."""
         return original(self) if (digits or 0) >= 0 else round(int(self), digits)
 
 
 def _lengths(patch: Patches) -> None:
-    """`len` of a tensor is its first size; CPython would have it as an int, and so fix it or ask for it."""
+    """Return the first size for `len` of a tensor: CPython would convert it to an int, and so make it static."""
     original: Any = builtins.len
 
     def length(value: Any) -> Any:
@@ -62,7 +62,7 @@ def _lengths(patch: Patches) -> None:
 
 
 def _extremes(patch: Patches, decisions: BranchDecisions) -> None:
-    """`max` and `min` of sizes, which the graph computes; those of unbacked ones are decided where it is specialised."""
+    """Compute `max` and `min` of sizes in the graph; with `specialize=True`, unbacked sizes are decided."""
     for name, symbolic in (("max", torch.sym_max), ("min", torch.sym_min)):
 
         def choose(
@@ -83,10 +83,10 @@ def _extremes(patch: Patches, decisions: BranchDecisions) -> None:
 
 
 def _keys(patch: Patches, decisions: BranchDecisions) -> None:
-    """A number that is the key of a dict must be known: it is fixed, or decided, as by `int(number)`.
+    """Decide the value of a number that is the key of a dict, as `int(number)` does, or make its size static.
 
-    At first it cannot be hashed: einops, which looks up by sizes, then goes on without. Only where the forward fails
-    so, it is run anew.
+    At first, hashing raises an error: einops, which looks up by sizes, then continues without its cache. If the forward
+    fails with this error, it runs again with known keys.
     """
 
     @patch(torch.SymInt, "__hash__")
@@ -99,11 +99,11 @@ def _keys(patch: Patches, decisions: BranchDecisions) -> None:
 
 
 def _types(patch: Patches, decisions: BranchDecisions) -> None:
-    """A free size is an int to the model: to `isinstance`, and as text, for which it must be known but in messages."""
+    """Make symbolic sizes ints for `isinstance` and as text; except in messages, the text requires a known value."""
     original: Any = builtins.isinstance
 
     def is_instance(value: Any, kinds: Any) -> bool:
-        if original(value, kinds):  # first, as all of torch asks millions of times
+        if original(value, kinds):  # first, because torch calls this millions of times
             return True
         known = (
             type(value) in PYTHON_TYPES
@@ -128,7 +128,7 @@ def _types(patch: Patches, decisions: BranchDecisions) -> None:
 
 
 def _flags(patch: Patches) -> None:
-    """`(n > 2) == 1`, which sympy cannot tell, or takes for false: the flag is decided, as by `bool`."""
+    """Decide the flag in `(n > 2) == 1`, as `bool` does: sympy cannot evaluate it, or evaluates it to false."""
 
     @patch(torch.SymBool, "__eq__")
     def __eq__(original: Any, self: Any, other: Any) -> Any:
@@ -136,7 +136,7 @@ def _flags(patch: Patches) -> None:
 
 
 def _floats(patch: Patches) -> None:
-    """Sympy makes `n * 29.0` of `(n * 0.29) * 100`, where Python rounds twice: it must not look into the product."""
+    """Hide products from sympy: it turns `(n * 0.29) * 100`, where Python rounds twice, into `n * 29.0`."""
     for owner, name in float_operations:
         original = vars(owner)[name]
 
@@ -153,17 +153,17 @@ def _floats(patch: Patches) -> None:
 
         @patch(torch.SymFloat, name)
         def divide(original: Any, self: Any, other: Any, name: str = name) -> Any:
-            """Python's is not the floor of the quotient, which is rounded: 0.4 // 0.1 is 3."""
+            """Divide as Python does, which does not take the floor of the rounded quotient: 0.4 // 0.1 is 3."""
             return getattr(float(self), name)(float(other)) if patch.in_forward() else original(self, other)
 
 
 def _functions(patch: Patches) -> None:
-    """Functions of a float that torch has for sympy, such as `math.log(n)`; `np.log(n)` calls a method of `n`."""
+    """Patch functions that torch supports in sympy, such as `math.log(n)`; `np.log(n)` calls a method of `n`."""
     methods: dict[str, Any] = {"__divmod__": lambda self, other: (self // other, self % other)}
     for name in ("sqrt", *FLOAT_FUNCTIONS):
 
         @patch(math, name)
-        @makes_calls  # what `math` raises is the model's
+        @makes_calls  # errors of `math` are the model's
         def compute(original: Any, number: Any, *base: Any, name: str = name) -> Any:
             if base and any(isinstance(each, _SYMBOLIC) for each in (number, *base)):
                 return math.log(number) / math.log(*base)
@@ -180,20 +180,20 @@ def _functions(patch: Patches) -> None:
     @patch(math, "isqrt")
     @makes_calls
     def whole_root(original: Any, number: Any) -> Any:
-        # Right below 2**52, and no size is larger.
+        # Exact below 2**52, and no size is larger.
         return torch.sym_int(math.sqrt(number)) if isinstance(number, torch.SymInt) else original(number)
 
     @patch(math, "pow")
     @makes_calls
     def power(original: Any, base: Any, exponent: Any) -> Any:
         symbolic = any(isinstance(each, _SYMBOLIC) for each in (base, exponent))
-        if symbolic and base > 0:  # else Python's `**` is another one
+        if symbolic and base > 0:  # otherwise Python's `**` differs
             return torch.sym_float(base) ** torch.sym_float(exponent)
         return original(base, exponent)
 
 
 def _rounded(number: SymNode) -> SymNode:
-    """A float as sympy cannot take it apart."""
+    """Wrap a float so that sympy cannot simplify it."""
     made = copy.copy(number)
     vars(made)[SYMBOLIC] = Rounded(number.expr)
     return made

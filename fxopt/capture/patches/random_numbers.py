@@ -1,4 +1,4 @@
-"""Random numbers that are not torch's, while a forward is captured: those of Python, numpy and the operating system; clocks."""
+"""Random numbers from outside torch during a capture: those of Python, numpy and the operating system; clocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NO_DRAWS = {"seed", "getstate", "setstate", "get_state", "set_state"}
 
 
 def patch_random_numbers(patch: Patches, draws: PythonRandomState, refuse: Callable[[str], None]) -> None:
-    """Refuse what nobody can know, but for numbers that nothing uses, and let seeds make the rest known."""
+    """Refuse unknown numbers if something uses them; numbers that follow a seed are known."""
     for name, generator in generators().items():
         _states(patch, draws, name, refuse)
         _draws(patch, draws, name, generator, refuse)
@@ -30,7 +30,7 @@ def patch_random_numbers(patch: Patches, draws: PythonRandomState, refuse: Calla
 
 
 def _states(patch: Patches, draws: PythonRandomState, name: str, refuse: Callable[[str], None]) -> None:
-    """Take note of seeds, after which numbers are the same each time; look for draws before a state is restored, which hides them."""
+    """Record seeds, after which numbers are reproducible; check for draws before a restored state hides them."""
 
     @patch(sys.modules[name], "seed")
     def seed(original: Any, *args: Any, **kwargs: Any) -> None:
@@ -49,7 +49,7 @@ def _states(patch: Patches, draws: PythonRandomState, name: str, refuse: Callabl
 def _draws(
     patch: Patches, draws: PythonRandomState, name: str, generator: Any, refuse: Callable[[str], None]
 ) -> None:
-    """A number that a forward draws and does not use is harmless, as one that drops layers in training alone."""
+    """Allow a forward to draw a number that it does not use, as one that drops layers only in training."""
 
     def draw(original: Any, *args: Any, **kwargs: Any) -> Any:
         if draws.is_seeded(name):
@@ -87,7 +87,7 @@ def _entropy(patch: Patches, refuse: Callable[[str], None]) -> None:
 
 
 def _clocks(patch: Patches, refuse: Callable[[str], None]) -> None:
-    """Let a forward tell how long it takes, and use the time for nothing else."""
+    """Let a forward report how long it takes, but use the time for nothing else."""
 
     def refused() -> None:
         if not is_diagnostic(model_frame(sys._getframe(1))):

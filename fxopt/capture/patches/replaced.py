@@ -19,9 +19,10 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class Patches(contextlib.ExitStack):
-    """Replaces attributes until it is closed. A patch is called while `active()` is true, and the original else.
+    """Replaces attributes until it is closed. A patch is called while `active()` is true; otherwise the original is called.
 
-    `in_forward()` is true inside of the calls of the forward, too, but where a transform of torch.func is taken apart.
+    `in_forward()` is also true inside the calls of the forward, except where a transform of torch.func is recorded by
+    operators.
     """
 
     def __init__(self, active: Callable[[], bool], in_forward: Callable[[], bool]) -> None:
@@ -29,7 +30,7 @@ class Patches(contextlib.ExitStack):
         self.active, self.in_forward = active, in_forward
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Replace an attribute; `value` asks by itself whether the patches are active."""
+        """Replace an attribute; `value` itself checks whether the patches are active."""
         self.enter_context(replaced(owner, name, value))
 
     def __call__(self, owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:

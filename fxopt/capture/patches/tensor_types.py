@@ -1,9 +1,9 @@
-"""Python's types as the model's code sees them: a fake has the type of the tensor for which it stands, and a free size stays free.
+"""Python's types as the model's code sees them: a fake has its real tensor's type, and a dynamic size stays dynamic.
 
-That is for `type(x) is torch.Tensor`, `int(x)`, `float(n)` and `range(n)`. These cannot be replaced in Python's builtins, as torch
-asks there what is a fake, and everybody what is an int. The modules that define the model, and those of whose functions and
-classes they know, get their own among their globals, while a run lasts; `int` and `float` alone where none of their code hands
-them on, as `x.to(int)` does. Functions of `math` that were imported by name become those that are patched.
+This concerns `type(x) is torch.Tensor`, `int(x)`, `float(n)` and `range(n)`. Python's builtins cannot be replaced: torch
+uses `type` to detect fakes, and all code uses `int`. So stand-ins are put into the globals of the modules that define the
+model and its imported functions and classes, while a run lasts. A stand-in for `int` or `float` is left out if the code
+passes this type on, as `x.to(int)` does. Functions of `math` imported by name are replaced by the patched ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fxopt.capture.nodes.source_location import is_model_package, makes_calls
 from fxopt.capture.patches.replaced import Patches
 from fxopt.torch_internals import FakeTensor
 
-# Instructions of comparisons, those of tuples and unions of types among them, and those that only load more.
+# Instructions of comparisons, including those for tuples and unions of types, and instructions that only load more.
 _COMPARES = {"BUILD_TUPLE", "BINARY_OP", "COMPARE_OP", "CONTAINS_OP", "MATCH_CLASS"}
 _LOADS = {"LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD"}
 _DECORATED = (types.FunctionType, staticmethod, classmethod, functools._lru_cache_wrapper)
@@ -31,7 +31,7 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def patch_types(patch: Patches, model: torch.nn.Module, decided: bool) -> None:
-    """Let the model's code see ordinary types; unbacked numbers are `decided` by the example inputs, or stay as they are."""
+    """Let the model's code see ordinary types; unbacked numbers are `decided` by the example inputs, or stay symbolic."""
 
     def type_of(*args: Any, **kwargs: Any) -> Any:
         found = type(*args, **kwargs)
@@ -39,7 +39,7 @@ def patch_types(patch: Patches, model: torch.nn.Module, decided: bool) -> None:
             if found is FakeTensor:
                 return torch.nn.Parameter if isinstance(args[0], torch.nn.Parameter) else torch.Tensor
             found = PYTHON_TYPES.get(found, found)
-        known = sys._getframe(2).f_globals  # of the model's module, which may have an `int` of its own
+        known = sys._getframe(2).f_globals  # globals of the model's module, which may define its own `int`
         return known.get(found.__name__, found) if found in (type, int, float, range) else found
 
     def is_symbolic(value: Any) -> bool:
@@ -76,12 +76,12 @@ def patch_types(patch: Patches, model: torch.nn.Module, decided: bool) -> None:
             patch.callback(known.pop, name, None)
         for name, value in list(known.items()):
             if isinstance(value, types.BuiltinFunctionType) and value.__module__ == "math":
-                known[name] = getattr(math, value.__name__)  # as it is patched, where it was imported by name
+                known[name] = getattr(math, value.__name__)  # the patched one, if imported by name
                 patch.callback(known.__setitem__, name, value)
 
 
 def _globals(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """The globals of the modules that define the model's classes, and of what these have imported by name."""
+    """The globals of the modules that define the model's classes, and of the modules from which these import by name."""
     names = {base.__module__ for module in model.modules() for base in type(module).__mro__}
     own = [vars(sys.modules[name]) for name in names if is_model_package(name) and name in sys.modules]
     found = {id(known): known for known in own}
@@ -95,18 +95,18 @@ def _globals(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def _steps(start: Any, stop: Any = None, step: Any = 1) -> Any:
-    """A range of free sizes: its length is fixed, so that a loop over chunks holds for all sizes with as many of them."""
+    """A range over dynamic sizes, of static length: a loop over chunks is valid for all sizes with this number of chunks."""
     start, stop = (0, start) if stop is None else (start, stop)
     if not step > 0:
         return range(start, stop, step)
     count = int((stop - start + step - 1) // step) if stop > start else 0
     if type(start) is int is type(step) and step == 1:
         return range(start, start + count)
-    return [start + number * step for number in range(count)]  # the `stop` of a range would be a free size
+    return [start + number * step for number in range(count)]  # a range cannot have a symbolic `stop`
 
 
 def _stand_in(kind: type, call: Callable[..., Any], bases: tuple[type, ...] | None = None) -> type:
-    """A class that is `kind` in all that Python code can ask, but for what a call of it gives."""
+    """A class that Python code cannot tell from `kind`, except that calling it runs `call`."""
 
     class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ def _stand_in(kind: type, call: Callable[..., Any], bases: tuple[type, ...] | No
 
 
 def _codes(known: dict[str, Any]) -> Iterator[types.CodeType]:
-    """The code of the functions and methods that see these globals, also below decorators."""
+    """The code of the functions and methods with these globals, also inside decorators."""
     for value in list(known.values()):
         for held in list(vars(value).values()) if isinstance(value, type) else [value]:
             below: list[Any] = []  # torch.export makes functions that wrap themselves
@@ -141,9 +141,9 @@ def _codes(known: dict[str, Any]) -> Iterator[types.CodeType]:
 
 @functools.lru_cache(maxsize=4096)
 def _hands_on(code: types.CodeType, name: str) -> bool:
-    """Tell whether code gives a type, such as `int`, to others, as `x.to(int)` does, rather than calls it or compares with it."""
-    given, before = False, ""  # to nobody yet
-    of_type = False  # the stand-in is what `type` gives here, but not an `int` that is held from before
+    """Tell whether code passes a type such as `int` on, as `x.to(int)` does, rather than calling or comparing it."""
+    given, before = False, ""  # whether the type was just loaded
+    of_type = False  # `type(x)` gives the stand-in here, but a stored `int` is the builtin
     for instruction in dis.get_instructions(code):
         loaded = instruction.opname == "LOAD_GLOBAL" and instruction.argval == name
         of_type = before == "CALL" and "type" in code.co_names if loaded else of_type
@@ -155,7 +155,7 @@ def _hands_on(code: types.CodeType, name: str) -> bool:
                 before in ("PRECALL", "CALL") and instruction.arg == 2 and "to" not in code.co_names
             )  # `isinstance`
         )
-        names_none = instruction.argval == ()  # of attributes, in a pattern `case int():`
+        names_none = instruction.argval == ()  # names no attributes, in a pattern `case int():`
         if given and not compared and before not in _LOADS and not names_none:
             return True
         given = (given and not compared) or (loaded and not (instruction.arg or 0) & 1)

@@ -1,4 +1,4 @@
-"""The functions of torch that report to no `TorchFunctionMode`, or not all that they do."""
+"""Patches for functions of torch that report no calls, or only some, to a `TorchFunctionMode`."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _MODES = {
     "is_autocast_enabled": "autocast",
     "is_inference_mode_enabled": "inference_mode",
 }
-# They call Dynamo unless it is running already; then they call their operator, which reports to a mode.
+# These modules call Dynamo unless it is running; then they call their operator, which reports to a mode.
 _CALL_DYNAMO = ("torch._higher_order_ops", "torch.nn.attention.flex_attention")
 
 
 def patch_torch(patch: Patches, recorder: Recorder) -> None:
-    """Report to `recorder` what torch does not."""
+    """Report to `recorder` the calls that torch does not report."""
     _inference_mode(patch, recorder.switches)
     _sdpa_kernel(patch, recorder.switches, recorder.memo)
     patch_apply(patch, recorder)
@@ -78,7 +78,7 @@ def _sdpa_kernel(patch: Patches, switches: ModeSwitches, memo: CallCache) -> Non
     @patch(*SDPA_KERNEL)
     def switch(original: Any, backends: Any, set_priority: bool = False) -> None:
         original(backends, set_priority)
-        memo.forget()  # which backend is chosen decides on the strides of what attention gives
+        memo.forget()  # the backend determines the strides of attention outputs
         # Called twice from the frame of one context manager: to enter and to leave.
         block = sys._getframe(2)
         if switches.entered(block):
@@ -88,7 +88,7 @@ def _sdpa_kernel(patch: Patches, switches: ModeSwitches, memo: CallCache) -> Non
 
 
 def _compilation(patch: Patches) -> None:
-    """Keep Dynamo, which would capture by itself, from running: what is compiled in the model runs as it is written."""
+    """Keep Dynamo, which would capture by itself, from running: compiled parts of the model run in eager mode."""
     if DynamoStance is not None:
         patch.set(*STANCE, DynamoStance("force_eager"))
 
@@ -99,7 +99,7 @@ def _compilation(patch: Patches) -> None:
         if isinstance(model, torch.nn.Module | type):
             return model
 
-        # As with torch, another function: what `functools.wraps` makes of it refers to the first one, not to itself.
+        # A new function, as in torch, so that a `functools.wraps` of it refers to the model's function, not to itself.
         @functools.wraps(model)
         @makes_calls
         def compiled(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ def _compilation(patch: Patches) -> None:
 
 
 def _transforms(patch: Patches, below: Callable[[], Any]) -> None:
-    """`vmap`, `grad`, `jvp` and what torch.func makes of them."""
+    """Record `vmap`, `grad`, `jvp` and the other transforms of torch.func by their operators."""
 
     def recorded(call: Any, *args: Any, **kwargs: Any) -> Any:
         if not patch.active():
@@ -139,12 +139,12 @@ def _conversions(patch: Patches) -> None:
             device in (None, t.device) and (dtype in (None, t.dtype) or not t.is_floating_point())
             for t in (*self.parameters(), *self.buffers())
         ):
-            return self  # it would assign to each parameter what that is already
+            return self  # nothing to convert: the call would assign each parameter to itself
         return original(self, *args, **kwargs)
 
 
 def _assignments(patch: Patches, shell: FakeModel) -> None:
-    """Take note of the attributes to which the forward assigns."""
+    """Record the attributes to which the forward assigns."""
 
     @patch(torch.nn.Module, "__setattr__")
     def assign(original: Any, self: torch.nn.Module, name: str, value: Any) -> None:
@@ -153,7 +153,7 @@ def _assignments(patch: Patches, shell: FakeModel) -> None:
 
 
 def _queries(patch: Patches, queries: PropertyReads) -> None:
-    """Take note of global modes that the model reads, which the graph takes for granted."""
+    """Record the global modes that the model reads; the graph assumes their values."""
     for name, mode in _MODES.items():
 
         def ask(original: Any, *args: Any, mode: str = mode, **named: Any) -> bool:
@@ -166,8 +166,8 @@ def _queries(patch: Patches, queries: PropertyReads) -> None:
 
 
 def _lists(patch: Patches) -> None:
-    """Give the same unbacked numbers each time that a tensor is listed, until it is written."""
-    # Tensors, kept alive, and what `tolist` gave, by identity and version.
+    """Return the same unbacked numbers each time that a tensor is listed, until it is written."""
+    # Identity and version -> the tensor, kept alive, and the result of `tolist`.
     known: dict[tuple[int, int], Any] = {}
 
     @patch(FakeTensor, "tolist")
@@ -181,12 +181,12 @@ def _lists(patch: Patches) -> None:
 
 
 def _new_lists(listed: Any) -> Any:
-    """The same numbers in lists that the forward may change."""
+    """Copy nested lists, which the forward may change; the numbers stay the same."""
     return list(map(_new_lists, listed)) if type(listed) is list else listed
 
 
 def _attention(patch: Patches) -> None:
-    """`length > 1 and causal` gives its first operand where that is false, and attention takes a bool alone."""
+    """Convert a symbolic `is_causal` to the bool that attention requires, as `length > 1 and causal` may give one."""
 
     @patch(torch.nn.functional, "scaled_dot_product_attention")
     def attend(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -196,9 +196,9 @@ def _attention(patch: Patches) -> None:
 
 
 def _saved_tensors(patch: Patches, recorder: Recorder) -> None:
-    """Leave out hooks that give autograd the tensors back which it saves, as those that move, count or print them do.
+    """Leave out hooks that return the saved tensors unchanged to autograd, as hooks do that move, count or print them.
 
-    Checkpointing has a class of its own, as `save_on_cpu` is one: they change no value.
+    Subclasses, such as those of checkpointing and `save_on_cpu`, change no values and run unpatched.
     """
     hooks: Any = torch.autograd.graph.saved_tensors_hooks
 
@@ -216,9 +216,9 @@ def _saved_tensors(patch: Patches, recorder: Recorder) -> None:
                 )
             return saved
 
-        recorder.memo.forget()  # a call that is remembered saves nothing
+        recorder.memo.forget()  # a cached call saves nothing
         if torch.is_grad_enabled():
-            recorder.queries.note_gradients()  # which tensors are saved
+            recorder.queries.note_gradients()  # gradients determine which tensors are saved
         else:
             recorder.queries.note_mode("grad", False)
         push_saved_tensors_hooks(packed, lambda saved: saved)
@@ -231,7 +231,7 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _generator_states(patch: Patches, recorder: Recorder) -> None:
-    """Let the state of torch's generator be restored, as `fork_rng` does, where nothing has been drawn since it was read."""
+    """Allow restoring the state of torch's generator, as in `fork_rng`, if nothing was drawn since the state was read."""
     found: list[tuple[UnusableNumber, int]] = []
 
     def refuse() -> None:
@@ -253,7 +253,7 @@ def _generator_states(patch: Patches, recorder: Recorder) -> None:
 
 
 def _refusals(patch: Patches, refuse: Callable[[str], None]) -> None:
-    """Refuse what a graph cannot hold, and what would be lost without a word."""
+    """Refuse changes that a graph cannot contain and would otherwise lose silently."""
 
     @patch(torch, "set_default_dtype")
     def set_default_dtype(original: Any, dtype: torch.dtype) -> None:

@@ -1,12 +1,12 @@
-"""Masks that transformers leaves out for values that it does not read while it is traced.
+"""Masks that transformers leaves out depending on values, which it does not read during a capture.
 
-Where padding hides nothing, transformers gives `scaled_dot_product_attention` no mask: attention is then causal or not as its
-module declares. A graph has the mask. Where that says something else, the eager model computes one thing for padded inputs
-and another for full ones; the graph then computes a mask that lets through what the module declares if padding hides nothing.
+If padding hides nothing, the eager model passes no mask to `scaled_dot_product_attention`: attention is then causal or not,
+as its module declares. A graph always has the mask. If mask and declaration differ, padded and full inputs give different
+results in the eager model. The graph then computes a mask that follows the declaration if padding hides nothing.
 
-A mask that the model changes (`if mask is not None: mask = mask & extra`) would be changed in the graph also where the eager
-model has none; it is refused, or with `specialize=True` decided. A mask in both directions without padding is left out, as in
-the eager model: some models could not use it if it were there.
+A changed mask (`if mask is not None: mask = mask & extra`) would be changed in the graph even if the eager model has no
+mask. Such a mask is refused, or decided with `specialize=True`. A bidirectional mask without padding is left out, as in the
+eager model: some models cannot use one.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from fxopt.capture.patches.replaced import Patches
 from fxopt.graph import first_argument, function_name, reached, value_of
 from fxopt.torch_internals import version_of
 
-# The one of transformers' implementations that leaves out causal masks, and the one whose functions are the models' own;
-# both leave out masks in both directions.
+# The attention implementation that leaves out causal masks, and the one whose functions are the models' own; both leave
+# out bidirectional masks.
 _SDPA, _EAGER = "sdpa", "eager"
-# What gives a mask, or rows and columns of it, as it is.
+# Calls that return a mask, or rows and columns of it, unchanged.
 _KEEPS = {
     *("getitem", "expand", "unsqueeze", "squeeze", "view", "reshape", "repeat", "repeat_interleave"),
     *("to", "bool", "type", "type_as", "float", "contiguous", "clone", "detach", "narrow", "select"),
 }
-# Of numbers that count up, these make others that do.
+# Calls that keep numbers counting up.
 _KEEPS_ORDER = {"arange", "add", "unsqueeze", "expand"}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Made:
-    """A mask that may be left out, how often it had been written then, whether it is causal, and what it was made from."""
+    """A mask that may be left out: its write count when made, whether it is causal, and the options it was made from."""
 
     mask: torch.Tensor
     writes: int
@@ -47,7 +47,7 @@ class _Made:
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether it is left out for its padding alone: in a window, or with more keys than queries, it is not."""
+        """Tell whether only padding decides if the mask is left out: not for a window, or with more keys than queries."""
         padding, keys = self.options.get("attention_mask"), self.options["kv_length"]
         whole = not self.options.get("local_size") and self.options["q_length"] == keys
         return bool(whole and (padding is None or padding.shape[-1] == keys))
@@ -60,12 +60,12 @@ class _Made:
 def patch_masks(
     patch: Patches, writer: GraphWriter, specialised: bool, refuse: Callable[[str], None]
 ) -> None:
-    """Refuse, or decide, a mask that is not what the attention would do without it, if transformers is there."""
+    """Refuse or decide masks that differ from attention without a mask, if transformers is imported."""
     masking, modeling = map(sys.modules.get, ("transformers.masking_utils", "transformers.modeling_utils"))
     if masking is None or modeling is None:
         return
     watch = _SkippableMasks(writer, specialised, patch.active, refuse)
-    # What is registered for all; a user's own function in a registry goes before it, and stays.
+    # Functions registered for all models; a user's own function in a registry takes precedence and stays.
     masks, attentions = masking.AttentionMaskInterface, modeling.AttentionInterface
     for interface, name, watched in (
         (masks, _SDPA, watch.making),
@@ -83,12 +83,12 @@ def patch_masks(
 
     @patch(masking, "find_packed_sequence_indices")
     def find_packed(original: Any, position_ids: torch.Tensor) -> Any:
-        """Find one sequence where positions count up: while torch is traced, transformers would not look."""
+        """Find one sequence if positions count up: transformers does not look while torch is traced."""
         return None if _counts_up(writer.argument(position_ids)) else original(position_ids)
 
     @patch(masking, "_ignore_bidirectional_mask_sdpa")
     def ignore(original: Any, padding_mask: Any, kv_length: Any, local_attention_size: Any = None) -> bool:
-        """Leave out masks without padding: while torch is said to be exporting, transformers would not."""
+        """Leave out masks without padding: transformers keeps them while torch is exporting."""
         hides_nothing = padding_mask is None and local_attention_size is None
         return hides_nothing or bool(original(padding_mask, kv_length, local_attention_size))
 
@@ -103,18 +103,18 @@ class _SkippableMasks:
     refuse: Callable[[str], None]
     made: dict[torch.fx.Node, _Made] = dataclasses.field(default_factory=dict)
     origins: dict[torch.fx.Node, list[_Made]] = dataclasses.field(default_factory=dict)
-    # The masks that attention gets in the place of one that says something else than it declares.
+    # The masks that replace those whose direction differs from the declaration of the attention.
     as_declared: dict[tuple[torch.fx.Node, bool], torch.Tensor | None] = dataclasses.field(
         default_factory=dict
     )
 
     def making(self, name: str, make: Callable[..., Any]) -> Callable[..., Any]:
-        """Take note of the masks that `make` makes, of the implementation with this name."""
+        """Record the masks that `make` creates, for the implementation with this name."""
 
         def mask(*args: Any, **options: Any) -> Any:
             padding = options.get("attention_mask")
             if self.active() and isinstance(padding, torch.Tensor):
-                # Its rows are found by their numbers: too few raise an IndexError, but where the eager model leaves the mask out.
+                # Rows are found by index: too few raise an IndexError, except where the eager model leaves the mask out.
                 few = "the attention mask has fewer rows than the batch; give it one for each"
                 torch._check(padding.shape[0] >= options["batch_size"], lambda: few)
             made = make(*args, **options)
@@ -128,7 +128,7 @@ class _SkippableMasks:
         return mask
 
     def attending(self, attend: Callable[..., Any], declares: bool = True) -> Callable[..., Any]:
-        """Watch attention that is causal or not, as its module `declares`, where it has no mask; eager attention sees every key."""
+        """Watch attention that, without a mask, is causal or not as its module `declares`; eager attention sees every key."""
 
         def attention(
             module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **options: Any
@@ -136,19 +136,19 @@ class _SkippableMasks:
             mask, given = attention_mask, options.get("is_causal")
             declared = bool(getattr(module, "is_causal", True) if given is None else given)
             for made in self._unchanged(module, attention_mask):
-                # Moonshine says that it is not causal where it has a mask, which the eager model leaves out.
+                # Moonshine declares that it is not causal if it has a mask, which the eager model leaves out.
                 declared = declared or (made.is_causal and bool(getattr(module, "is_causal", False)))
                 if declares and made.is_causal != declared:
                     one_query = (
                         type(query.shape[2]) is int and query.shape[2] == 1
-                    )  # it may see every key either way
+                    )  # one query may see every key in both cases
                     mask = mask if one_query else self._declared(module, attention_mask, made, declared)
             return attend(module, query, key, value, mask, *args, **options)
 
         return attention
 
     def _unchanged(self, module: Any, mask: Any) -> list[_Made]:
-        """Give the masks that a mask is, or is a part of; TraceError for a change that the eager model may leave out with the mask."""
+        """Return the recorded masks that `mask` consists of; raise TraceError for a change that the eager model may leave out."""
         if not (self.active() and self.made and isinstance(mask, torch.Tensor)):
             return []
         node = self.writer.argument(mask)
@@ -162,7 +162,7 @@ class _SkippableMasks:
         return self.origins[node]
 
     def _declared(self, module: Any, mask: torch.Tensor, made: _Made, declared: bool) -> torch.Tensor | None:
-        """Give the mask for an attention that declares to be causal and whose mask is not, or the other way round."""
+        """Return the mask for an attention whose declared direction differs from that of its mask."""
         node = self.writer.argument(mask)
         if node not in self.made or not made.is_whole:
             self.refuse(_reason(type(module).__name__, declared))
@@ -172,7 +172,7 @@ class _SkippableMasks:
 
 
 def _is_there(made: _Made) -> bool:
-    """Tell whether the eager model has this mask too, as the example inputs decide and the graph checks."""
+    """Tell whether the eager model has this mask too, according to the example inputs; the graph checks this."""
     padding: torch.Tensor | None = made.options.get("attention_mask")
     if padding is None or not made.is_whole:
         return False
@@ -180,7 +180,7 @@ def _is_there(made: _Made) -> bool:
 
 
 def _is_part(mask: torch.fx.Node, made: Collection[torch.fx.Node]) -> bool:
-    """Tell whether a mask is one of those that were made, or rows and columns of it, with nothing else joined to it."""
+    """Tell whether a mask is a recorded mask, or rows and columns of one, combined with nothing else."""
     while mask not in made:
         name = mask.target if isinstance(mask.target, str) else getattr(mask.target, "__name__", "")
         source = first_argument(mask)
@@ -191,7 +191,7 @@ def _is_part(mask: torch.fx.Node, made: Collection[torch.fx.Node]) -> bool:
 
 
 def _counts_up(positions: torch.fx.Node) -> bool:
-    """Tell whether numbers are those of an `arange`, plus one number for all, and were never written."""
+    """Tell whether numbers come from an `arange`, plus one number for all, and were never written."""
     while function_name(positions) in _KEEPS_ORDER:
         value = value_of(positions)
         if value.dtype not in (torch.int32, torch.int64) or value.is_inference() or _writes(value):
@@ -208,12 +208,12 @@ def _counts_up(positions: torch.fx.Node) -> bool:
 
 
 def _writes(mask: torch.Tensor) -> int:
-    """How often a mask has been written; under inference mode, torch does not count."""
+    """The number of writes to a mask; 0 under inference mode, where torch does not count."""
     return 0 if mask.is_inference() else version_of(mask)
 
 
 def _as_declared(mask: torch.Tensor, made: dict[str, Any], is_causal: bool) -> torch.Tensor | None:
-    """The mask (batch, 1 or heads, queries, keys) of an attention that is causal, or not, where padding hides nothing."""
+    """The mask (batch, 1 or heads, queries, keys) that follows the declared direction if padding hides nothing."""
     padding: torch.Tensor | None = made.get("attention_mask")
     if padding is None:
         return None
@@ -246,5 +246,5 @@ def _changed(attention: str, origin: str) -> str:
 
 
 def _sources(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """A mask and what it is made of; not what went into a layer that gives a part of it, such as a bias by position."""
+    """A mask and the nodes it is made from; not the inputs of a layer that computes a part of it, such as a position bias."""
     return reached([node], lambda made: made.all_input_nodes if made.op != "call_module" else ())

@@ -1,4 +1,4 @@
-"""The operators that calls come down to, recorded in their stead where the calls are made on tensors that no node has."""
+"""Records the operators that calls dispatch to, in place of the calls, if the calls use tensors that have no node."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class DispatchRecorder(TorchDispatchMode):
         self._switched: torch.fx.Node | None = None
 
     def restore_gradients(self) -> None:
-        """Switch gradients as they were before the first operator."""
+        """Set the gradient mode from before the first operator."""
         self._switch_gradients(self._grad_before)
 
     def _switch_gradients(self, mode: bool) -> None:
         if mode != self._grad:
             self._grad = mode
-            back = mode == self._grad_before  # to what the caller of the graph has set
+            back = mode == self._grad_before  # back to the mode that the caller of the graph has set
             self._switched = self._writer.call(modes.set_grad_enabled, self._switched if back else mode)
 
     @makes_calls

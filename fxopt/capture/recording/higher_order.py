@@ -1,8 +1,8 @@
-"""Higher-order operators: `torch.cond` as one node, the others as the calls of torch that they stand for.
+"""Higher-order operators: `torch.cond` becomes one node, the others become the calls of torch that they represent.
 
-`while_loop`, `scan`, `map` and `flex_attention` exist so that a compiler need not look into Python's loops. A capture does
-look: a loop over a dimension is unrolled. A branch of `torch.cond` is recorded where it is called, layers call by call; its
-nodes are then moved into a graph whose inputs are what they use from outside, parameters too.
+`while_loop`, `scan`, `map` and `flex_attention` exist so that a compiler need not read Python's loops. A capture does read
+them: a loop over a dimension is unrolled. A branch of `torch.cond` is recorded in place, layers call by call. Its nodes are
+then moved into a separate graph. The inputs of this graph are all outside values that it uses, including parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REFUSED: dict[Any, str] = {
 
 
 def expand(recorder: Recorder, call: Call) -> Any:
-    """Record `torch.cond` as a node with its branches, and any other higher-order operator as the calls that it stands for."""
+    """Record `torch.cond` as a node with its branches, and any other higher-order operator as the calls that it represents."""
     if call.function is cond:
         return _conditional(recorder, *call.args, **call.kwargs)
     expanded = _EXPANSIONS.get(call.function.name())
@@ -86,7 +86,7 @@ _EXPANSIONS: dict[str, Callable[..., Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class _Branch:
-    """The outputs of a branch, the structure of that, its nodes, and the nodes that it uses from outside."""
+    """The outputs of a branch and their structure, its nodes, and the nodes that it uses from outside."""
 
     outputs: list[torch.Tensor]
     structure: Any
@@ -95,14 +95,14 @@ class _Branch:
 
     @property
     def form(self) -> Any:
-        """All that must be the same for both branches."""
+        """The properties that must be equal in both branches."""
         return self.structure, [(t.shape, t.stride(), t.dtype, t.device) for t in self.outputs]
 
 
 def _conditional(
     recorder: Recorder, predicate: Any, true: Callable[..., Any], false: Callable[..., Any], operands: Any
 ) -> Any:
-    """Record a call of `torch.cond`; of a number or a size, it is decided as `if` is."""
+    """Record a call of `torch.cond`; for a number or a size as predicate, decide it as `if` does."""
     if not isinstance(predicate, torch.Tensor):
         with recorder.recorded_inside():
             return true(*operands) if predicate else false(*operands)
@@ -127,7 +127,7 @@ def _conditional(
 
 
 def _recorded(recorder: Recorder, function: Callable[..., Any], operands: Sequence[Any]) -> _Branch:
-    """Record the calls of a branch behind what is there."""
+    """Record the calls of a branch after the existing nodes."""
     graph, decisions = recorder.writer.graph, recorder.decisions
     before, asked = set(graph.nodes), decisions.count
     in_branch, recorder.records_layers_in_calls = recorder.records_layers_in_calls, True
@@ -164,7 +164,7 @@ def _recorded(recorder: Recorder, function: Callable[..., Any], operands: Sequen
 
 
 def _refused(node: torch.fx.Node, given: set[int]) -> str | None:
-    """Why a node cannot be in a branch to which this memory is given; None if it can."""
+    """The reason why a node cannot be in a branch that gets this memory; None if it can."""
     if node.target in _REFUSED:
         return _REFUSED[node.target]
     if node.op == "call_module":
@@ -178,7 +178,7 @@ def _refused(node: torch.fx.Node, given: set[int]) -> str | None:
 
 
 def _graph_module(branch: _Branch, operands: Sequence[torch.fx.Node], writer: Any) -> TracedModule:
-    """A branch as a graph module."""
+    """Build the graph module of a branch."""
     graph = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     for operand in operands:
@@ -191,7 +191,7 @@ def _graph_module(branch: _Branch, operands: Sequence[torch.fx.Node], writer: An
 
 
 def _like(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """A tensor as both branches give one."""
+    """A tensor with the metadata that both branches return."""
     with torch.no_grad():
         made = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
     differentiable = torch.is_grad_enabled() and (one.requires_grad or other.requires_grad)

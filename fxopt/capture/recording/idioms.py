@@ -1,4 +1,4 @@
-"""Calls that a graph cannot hold as they are, as equal calls that it can; `data`, `grad` and `requires_grad` among them."""
+"""Rewrites calls that a graph cannot contain into equal calls that it can; among them `data`, `grad` and `requires_grad`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fxopt.capture.recording.recorder import Recorder
 from fxopt.capture.recording.torch_call import Call
 from fxopt.errors import TraceError
 
-# torch takes these types of Python for dtypes.
+# torch accepts these types of Python as dtypes.
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 _OPTIONS = ("dtype", "layout", "device", "pin_memory", "requires_grad")
-# The shape of what each of these functions makes of numbers.
+# The output shape of each function that creates a tensor from numbers.
 SHAPES: dict[str, Callable[..., tuple[Any, ...]]] = {
     **dict.fromkeys(("linspace", "logspace"), lambda start, end, steps, base=10.0: (steps,)),
     **dict.fromkeys(
@@ -34,7 +34,7 @@ SHAPES: dict[str, Callable[..., tuple[Any, ...]]] = {
 
 
 def with_torch_values(value: Any, call: MakesCall) -> Any:
-    """`value`, an argument of a call, with dtypes in the place of Python's types, and tensors in that of numpy's arrays."""
+    """An argument of a call, with dtypes in place of Python's types, and tensors in place of numpy's arrays."""
     if isinstance(value, type):
         return _DTYPES.get(value, value)
     if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
@@ -50,7 +50,7 @@ def _is_replaced(value: Any) -> bool:
 
 
 def affine_grid(call: MakesCall, theta: Any, size: Any, align_corners: bool | None = None) -> Any:
-    """`affine_grid` of free sizes: torch's Python code asks which of them is the least."""
+    """`affine_grid` of dynamic sizes: torch's Python code would test which size is the smallest."""
     if all(type(length) is int for length in size):
         return NotImplemented
     return call(torch.affine_grid_generator, (theta, list(size), bool(align_corners)), {})
@@ -69,7 +69,7 @@ def deep_copy(call: MakesCall, tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 def reduced(call: MakesCall, tensor: Any, _protocol: int) -> Any:
-    """How `copy.copy` makes another tensor in the same memory."""
+    """The function and arguments with which `copy.copy` makes another tensor in the same memory."""
     return _without_history, (call, tensor, tensor.requires_grad)
 
 
@@ -79,7 +79,7 @@ def _without_history(call: MakesCall, tensor: Any, requires_grad: bool) -> Any:
 
 
 def one_hot(call: MakesCall, tensor: Any, num_classes: Any = -1) -> Any:
-    """`one_hot` with as many classes as a free size says, or as the largest index needs, where no number is given."""
+    """`one_hot` with a symbolic number of classes, or with the number that the largest index requires if none is given."""
     if type(num_classes) is int:
         if num_classes != -1:
             return NotImplemented
@@ -98,7 +98,7 @@ def new_tensor(call: MakesCall, tensor: Any, data: Any, **options: Any) -> Any:
 
 
 def of_numbers(recorder: Recorder, call: Call) -> Any:
-    """A tensor that torch makes of numbers alone, in C++ that knows no free ones."""
+    """A tensor that torch creates from numbers only, in C++ that does not support symbolic numbers."""
     options = {key: value for key, value in call.kwargs.items() if key in _OPTIONS}
     named = {key: value for key, value in call.kwargs.items() if key not in options}
     numbers = (*call.args, *named.values())
@@ -116,7 +116,7 @@ def of_numbers(recorder: Recorder, call: Call) -> Any:
 
 
 def _below(rows: Any, columns: Any, offset: Any) -> Any:
-    """How many places of a matrix are not above a diagonal."""
+    """The number of matrix elements that are not above a diagonal."""
 
     def triangle(side: Any) -> Any:
         side = torch.sym_max(side, 0)
@@ -127,7 +127,7 @@ def _below(rows: Any, columns: Any, offset: Any) -> Any:
 
 
 def istft(recorder: Recorder, call: Call) -> Any:
-    """`istft` of a free length: torch's code in Python takes one, its signature does not."""
+    """`istft` of a dynamic length: torch's Python code accepts one, its signature does not."""
     if not any(isinstance(number, SymbolicNumber) for number in (*call.args, *call.kwargs.values())):
         return NotImplemented
     made = whole_istft(*call.args, **call.kwargs)
@@ -136,7 +136,7 @@ def istft(recorder: Recorder, call: Call) -> Any:
 
 
 def data(recorder: Recorder, call: Call) -> torch.Tensor:
-    """`tensor.data`: the same memory, which counts its writes by itself, so that what is known of one would not be forgotten."""
+    """`tensor.data`: it shares the memory but counts its own writes, so cached facts about the tensor would become stale."""
     detached: torch.Tensor = call.args[0].detach()
     recorder.record(call, detached)
     recorder.data_of[id(detached)] = detached, call.args[0]
@@ -144,13 +144,13 @@ def data(recorder: Recorder, call: Call) -> torch.Tensor:
 
 
 def assigned_data(recorder: Recorder, call: Call) -> Any:
-    """`tensor.data *= 2` writes into the memory, and then assigns what is there."""
+    """`tensor.data *= 2` writes into the memory, and then assigns the same memory."""
     tensor, value = call.args
     return None if recorder.data_of.get(id(value), (None, None))[1] is tensor else NotImplemented
 
 
 def assigned_requires_grad(recorder: Recorder, call: Call) -> Any:
-    """`tensor.requires_grad = flag` of what is no tensor of the model."""
+    """`tensor.requires_grad = flag` for a tensor that is not the model's."""
     tensor, flag = call.args
     if recorder.shell.real(tensor)[0]:
         return NotImplemented
@@ -159,7 +159,7 @@ def assigned_requires_grad(recorder: Recorder, call: Call) -> Any:
 
 
 def gradient(recorder: Recorder, call: Call) -> None:
-    """`tensor.grad`, which a graph takes to be None, and checks."""
+    """`tensor.grad`, which a graph assumes to be None, with a runtime check."""
     tensor, writer = call.args[0], recorder.writer
     _, real = recorder.shell.real(tensor)
     if real is not None and real.is_leaf and real.grad is not None:

@@ -1,11 +1,11 @@
-"""Indexing, squeezing and unbinding where numbers or sizes are not known.
+"""Indexing, squeezing and unbinding with unknown numbers or sizes.
 
-Of `x[scores.argmax()]`, and of `x[rows, columns]` with sequences of such numbers, torch reads the numbers, which no fake
-tensor has, and it fixes `n` of `x[n - 1]`. Selecting with a number that is a node, and indexing with a tensor of them, are the
-same in values and memory.
+For `x[scores.argmax()]`, and `x[rows, columns]` with sequences of such numbers, torch reads the numbers, which no fake has.
+For `x[n - 1]`, torch makes `n` static. Selecting with a number that is a node, and indexing with a tensor of numbers, give
+the same values and memory.
 
-To torch, as it is told to leave sizes of 0 and 1 free, a size that it cannot tell to be 1 is not 1, without a guard:
-`squeeze` then keeps dimensions that a run would remove, and so does `unbind` of a product of sizes, which squeezes its
+Sizes of 0 and 1 are not specialized: torch treats any size that is not known to be 1 as different from 1, without a guard.
+`squeeze` then keeps dimensions that eager mode would remove, and so does `unbind` of a product of sizes, which squeezes its
 parts. Here each such size becomes a guard.
 """
 
@@ -20,19 +20,19 @@ import torch
 from fxopt.capture.fakes.dynamic_shapes import is_unbacked
 from fxopt.torch_internals import FakeTensor
 
-# Makes a call of the forward, a function with its arguments, and writes its node.
+# Makes a call of the forward, from a function and its arguments, and writes its node.
 MakesCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def with_tensors(index: Any, call: MakesCall) -> Any:
-    """An index in which sequences of numbers, each a tensor, are one tensor."""
+    """Replace each sequence of single-number tensors in an index by one tensor."""
     if not isinstance(index, tuple) or are_numbers(index):
         return index
     return tuple(call(torch.stack, (list(part),), {}) if are_numbers(part) else part for part in index)
 
 
 def select_by_scalar(call: MakesCall, value: torch.Tensor, index: Any) -> Any:
-    """`value[index]`: first a `select` for each number that is free or unbacked, then the rest."""
+    """`value[index]`: first a `select` for each symbolic number or number in a tensor, then the rest."""
     parts = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_unknown, parts)) or not _are_counted(parts):
         return NotImplemented
@@ -42,7 +42,7 @@ def select_by_scalar(call: MakesCall, value: torch.Tensor, index: Any) -> Any:
 
 
 def set_by_scalar(call: MakesCall, value: torch.Tensor, index: Any, given: Any) -> Any:
-    """`value[index] = given` as `selected[rest] = given`, where a number, or an end of a slice, is free or unbacked."""
+    """Rewrite `value[index] = given` as `selected[rest] = given` if a number or the end of a slice is symbolic."""
     parts = index if isinstance(index, tuple) else (index,)
     numbers = any(isinstance(part, torch.SymInt) for part in parts)
     slices = any(map(_is_unbacked_slice, parts)) and not any(isinstance(part, torch.Tensor) for part in parts)
@@ -56,7 +56,7 @@ def set_by_scalar(call: MakesCall, value: torch.Tensor, index: Any, given: Any) 
 
 
 def _are_counted(parts: tuple[Any, ...]) -> bool:
-    """Tell whether it is known how many dimensions an index takes: of a list, that depends on what is in it."""
+    """Tell whether the number of indexed dimensions is known: for a list, it depends on the contents."""
     known = (type(None), type(Ellipsis), int, slice, torch.SymInt, torch.Tensor)
     return all(isinstance(part, known) for part in parts)
 
@@ -64,7 +64,7 @@ def _are_counted(parts: tuple[Any, ...]) -> bool:
 def _selected(
     call: MakesCall, value: torch.Tensor, parts: tuple[Any, ...]
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """The view at the numbers of an index that are not known, and what is left of the index."""
+    """The view selected by the unknown numbers of an index, and the rest of the index."""
     taken = sum(_dims(part) for part in parts)
     dim, numbers, rest = 0, [], []
     for part in parts:
@@ -81,7 +81,7 @@ def _selected(
 
 
 def slice_in_turn(call: MakesCall, value: torch.Tensor, index: Any) -> Any:
-    """Slices of several dimensions at unbacked numbers, one after the other: each of them has a size that has a source."""
+    """Slice several dimensions at unbacked numbers one after the other, so that each new size has a source."""
     parts: list[Any] = list(index) if isinstance(index, tuple) else []
     if sum(map(_is_unbacked_slice, parts)) < 2:
         return NotImplemented
@@ -96,7 +96,7 @@ def slice_in_turn(call: MakesCall, value: torch.Tensor, index: Any) -> Any:
 
 
 def are_numbers(data: Any) -> bool:
-    """Tell whether data is a list of tensors of one number each, known only when the graph runs."""
+    """Tell whether data is a list of single-number tensors, whose values are known only when the graph runs."""
     whole = isinstance(data, (list, tuple)) and bool(data)
     return whole and all(isinstance(item, torch.Tensor) and item.dim() == 0 for item in data)
 
@@ -104,7 +104,7 @@ def are_numbers(data: Any) -> bool:
 def squeeze_with_guard(
     is_known: Callable[[Any], bool], input: torch.Tensor, *dims: Any, dim: Any = None
 ) -> Iterator[Any]:
-    """Ask if sizes are 1 that are squeezed, where `is_known` says that it can be told; gives what torch takes for granted of others."""
+    """Guard on whether squeezed sizes are 1, if `is_known` says that this is known; yield torch's assumptions about others."""
     sizes: Any = input.shape
     for size in (sizes[d] for d in _named(input, dims, dim)):
         is_one = is_known(size) and bool(size == 1)
@@ -113,7 +113,7 @@ def squeeze_with_guard(
 
 
 def unbind_with_guard(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...] | None:
-    """Unbind along a dimension whose size is free, or unbacked, which has to be decided; None along any other one."""
+    """Unbind along a dimension of dynamic or unbacked size, whose value is decided; return None for static sizes."""
     size: Any = input.shape[dim]
     return (
         tuple(input.select(dim, index) for index in range(int(size)))
@@ -123,7 +123,7 @@ def unbind_with_guard(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, 
 
 
 def _is_unknown(part: Any) -> bool:
-    """Tell whether a part of an index is an integer that is not known, as a tensor or a number; torch would fix a free one."""
+    """Tell whether a part of an index is an unknown integer, as a tensor or symbolic number, which torch would make static."""
     if isinstance(part, FakeTensor):
         whole = not part.dtype.is_floating_point and part.dtype not in (torch.bool, torch.uint8)
         return part.dim() == 0 and whole and part.constant is None
@@ -131,7 +131,7 @@ def _is_unknown(part: Any) -> bool:
 
 
 def _dims(part: Any) -> int:
-    """How many dimensions a part of an index takes; an ellipsis takes those that are left."""
+    """The number of dimensions that a part of an index uses; 0 for an ellipsis, which uses the remaining ones."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     is_mask = isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
@@ -143,7 +143,7 @@ def _is_unbacked_slice(part: Any) -> bool:
 
 
 def _named(input: torch.Tensor, dims: tuple[Any, ...], dim: Any) -> list[int]:
-    """The dimensions that a call of `squeeze` is about."""
+    """The dimensions to which a call of `squeeze` applies."""
     given = dim if dim is not None else dims[0] if len(dims) == 1 else dims or range(input.dim())
     listed = given if isinstance(given, (tuple, list, range)) else (given,)
     return sorted({d % input.dim() for d in listed}) if input.dim() else []

@@ -1,4 +1,4 @@
-"""Inputs: which objects among them a graph takes apart, how their fakes are made and compared, and which have any dtype."""
+"""Inputs: which objects a graph takes apart, how their fakes are made and compared, and which tensors accept any dtype."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def has_parts(value: Any) -> bool:
 
 
 def snapshot(value: Any) -> Any:
-    """A fake as it is before the forward changes it."""
+    """Copy a fake, to keep its state before the forward changes it."""
     if type(value) is tuple:
         return tuple(map(snapshot, value))
     if not is_mutable(value):
@@ -49,7 +49,7 @@ def snapshot(value: Any) -> Any:
 
 
 def hides_tensors(value: Any, depth: int = 3) -> bool:
-    """Tell whether an object that is no known container holds tensors, or is an array."""
+    """Tell whether an object that is not a known container holds tensors, or is an array."""
     if isinstance(value, torch.Tensor) or (hasattr(value, "__array__") and getattr(value, "shape", ()) != ()):
         return True
     if depth == 0 or isinstance(value, (type, torch.nn.Module)):
@@ -60,7 +60,7 @@ def hides_tensors(value: Any, depth: int = 3) -> bool:
 
 
 def filled(value: Any, items: dict[Any, Any]) -> Any:
-    """A container like `value` with these items; a dataclass also where its `__init__` does not take all fields."""
+    """Build a container like `value` with these items; fields that a dataclass's `__init__` does not accept are set later."""
     cls: Any = type(value)
     if isinstance(value, (tuple, list)):
         return cls(*items.values()) if hasattr(value, "_fields") else cls(items.values())
@@ -72,7 +72,7 @@ def filled(value: Any, items: dict[Any, Any]) -> Any:
     later = {field.name for field in fields if not field.init}
     made = cls(**{name: item for name, item in items.items() if name not in later})
     for name in later & items.keys():
-        object.__setattr__(made, name, items[name])  # it may be frozen
+        object.__setattr__(made, name, items[name])  # the dataclass may be frozen
     return with_order(made, items)
 
 
@@ -81,14 +81,14 @@ def identities(container: Any) -> list[tuple[Any, int]]:
 
 
 def takes_any_dtype(node: torch.fx.Node) -> bool:
-    """Tell whether the graph makes a tensor of a fixed dtype of an input, or a view, before anything else reads it."""
+    """Tell whether the graph converts an input, or its views, to a fixed dtype before any other use."""
     return all(
         _fixes_dtype(user, node) or (_views(user, node) and takes_any_dtype(user)) for user in node.users
     )
 
 
 def _fixes_dtype(user: torch.fx.Node, node: torch.fx.Node) -> bool:
-    """Tell whether what a call gives has one dtype, whichever its first argument has."""
+    """Tell whether the result of a call has the same dtype for any dtype of its first argument."""
     if user.args[:1] != (node,) or node in _others(user):
         return False
     if not isinstance(user.meta.get("val"), torch.Tensor):
@@ -101,7 +101,7 @@ def _fixes_dtype(user: torch.fx.Node, node: torch.fx.Node) -> bool:
 
 
 def _views(user: torch.fx.Node, node: torch.fx.Node) -> bool:
-    """Tell whether a call gives a view of its first argument, and reads that alone."""
+    """Tell whether a call returns a view of its first argument and reads no other tensor."""
     facts = facts_of(user)
     given = (*user.args, *user.kwargs.values())
     reinterprets = any(isinstance(option, torch.dtype) for option in given)  # `x.view(torch.int32)`
@@ -110,7 +110,7 @@ def _views(user: torch.fx.Node, node: torch.fx.Node) -> bool:
 
 
 def _others(user: torch.fx.Node) -> set[torch.fx.Node]:
-    """The nodes that a call takes besides its first argument."""
+    """The nodes among the arguments of a call, except the first argument."""
     found: set[torch.fx.Node] = set()
     torch.fx.node.map_arg((user.args[1:], dict(user.kwargs)), found.add)
     return found

@@ -1,4 +1,4 @@
-"""Where a forward switches modes: the nodes that enter a mode, and those that restore what the first ones found."""
+"""Mode switches of a forward: the nodes that enter a mode, and the nodes that restore the previous mode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.runtime import modes
 from fxopt.errors import TraceError
 
-# The modes that are entered, the last one last, and what leaves that.
+# Functions that return the stack of entered modes (the latest last) and that pop the latest mode.
 _STACKS: tuple[tuple[Callable[[], list[Any]], Callable[[], Any]], ...] = (
     (function_mode_stack, pop_function_mode),
     (dispatch_mode_stack, pop_dispatch_mode),
@@ -34,15 +34,15 @@ _GRAD_BLOCKS.add(torch.set_grad_enabled.__init__.__code__)
 
 
 class ModeSwitches:
-    """Writes the nodes of one capture that switch modes; the node that leaves a block takes what the first one gives."""
+    """Writes the nodes of one capture that switch modes; the node that leaves a block gets the node that entered it."""
 
     def __init__(self, writer: GraphWriter) -> None:
         self._writer = writer
-        # For each block that has been entered, by identity, the block, kept alive, and the node.
+        # Identity of each entered block -> the block, kept alive, and the node.
         self._blocks: dict[int, tuple[Any, torch.fx.Node]] = {}
 
     def enter(self, block: Any, function: Callable[..., Any], *args: Any) -> None:
-        """Write the node that enters a mode; `leave(block)` restores what it found."""
+        """Write the node that enters a mode; `leave(block)` restores the previous mode."""
         self._blocks[id(block)] = (block, self._writer.call(function, *args))
 
     def leave(self, block: Any) -> None:
@@ -64,11 +64,11 @@ class ModeSwitches:
             self.leave(block)
 
     def set_grad_enabled(self, mode: bool) -> None:
-        """A block restores what it found: which block this call belongs to stands in the frames above it."""
+        """Write the node that sets the gradient mode; the frames above tell which block sets it and restores it later."""
         set_grad_enabled(mode)
         frame = _caller()
         while frame.f_back is not None and frame.f_back.f_code in _GRAD_BLOCKS:
-            frame = frame.f_back  # no_grad switches through set_grad_enabled
+            frame = frame.f_back  # no_grad calls set_grad_enabled
         block = frame.f_locals["self"] if frame.f_code in _GRAD_BLOCKS else None
         if frame.f_code in _GRAD_EXITS and self.entered(block):
             previous = self._blocks.pop(id(block))[1]
@@ -81,7 +81,7 @@ class ModeSwitches:
 
 @contextlib.contextmanager
 def modes_left() -> Iterator[None]:
-    """Leave the modes of torch that the block enters and does not leave, which lie above those of the capture, and raise TraceError."""
+    """Leave modes of torch that the block enters and does not leave, which are above those of the capture; raise TraceError."""
     entered = [mode for stack, _ in _STACKS for mode in stack()]
     left = []
     try:
@@ -99,7 +99,7 @@ def modes_left() -> Iterator[None]:
 
 
 def _caller() -> FrameType:
-    """The frame that makes the call which is recorded."""
+    """The frame that makes the recorded call."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_name != "__torch_function__":
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""The inputs of one capture: a placeholder and fakes for each example value, and what a later value must be like."""
+"""The inputs of one capture: a placeholder and fakes for each example value, and the requirements on later values."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ChangedInputError(TraceError):
 
 @dataclasses.dataclass(eq=False)
 class Placeholders:
-    """Makes placeholders and fakes; `expected` is what values must be like, `examples` the real value of each fake."""
+    """Makes placeholders and fakes; `expected` has the requirements on values, `examples` the real value of each fake."""
 
     writer: GraphWriter
     fake_mode: CaptureFakeMode
@@ -69,15 +69,15 @@ class Placeholders:
 
     def __post_init__(self) -> None:
         self.expected: list[InputSpec] = []
-        # Containers that must stay as they are, with the identities of what was in them.
+        # Containers that must not change, with the identities of their contents.
         self._fixed: list[tuple[str, Any, list[tuple[Any, int]]]] = []
         self._constants: list[tuple[str, Any, Any]] = []
-        # Numbers in objects that may vary, should the forward change them: where, the object, the key and the number.
+        # Numbers in objects that may become dynamic if the forward changes them: location, object, key and number.
         self._numbers: list[tuple[str, Any, Any, int]] = []
         self._places: dict[int, str] = {}
-        # The fake for each tensor that is given, and what is expected where it is given first.
+        # The fake of each input tensor, and the spec of its first occurrence.
         self._given: dict[int, tuple[torch.Tensor, TensorSpec]] = {}
-        # The first size with each name, and what it is in the example.
+        # The first size with each name, and its value in the example.
         self._named: dict[str, tuple[Any, int]] = {}
 
     def add(self, name: str, value: Any, spec: Any, **options: Any) -> Any:
@@ -88,7 +88,7 @@ class Placeholders:
         return fake
 
     def check_unchanged(self) -> None:
-        """Raise TraceError if the forward has changed an input that the graph would leave as it is."""
+        """Raise TraceError if the forward has changed an input that the graph would not change."""
         changed = [where for where, container, before in self._fixed if identities(container) != before]
         changed += [where for where, given, before in self._constants if not same_value(given, before)]
         if changed:
@@ -96,7 +96,7 @@ class Placeholders:
             raise ChangedInputError(why)
 
     def moved(self) -> set[str]:
-        """The numbers in objects that the forward has changed and that are not free yet."""
+        """The numbers in objects that the forward has changed and that are not dynamic yet."""
         return {
             where
             for where, container, key, number in self._numbers
@@ -104,17 +104,17 @@ class Placeholders:
         }
 
     def final(self, queries: PropertyReads) -> list[InputSpec]:
-        """Give the specs of the inputs, with the sizes that are left free after the whole forward."""
+        """Return the specs of the inputs, with the sizes that are still dynamic after the whole forward."""
         return [self._final(expected, queries) for expected in self.expected]
 
     def identity_matters(self, queries: PropertyReads) -> bool:
-        """Tell whether the forward has asked which inputs are the same tensor."""
+        """Tell whether the forward has tested which inputs are the same tensor."""
         return "memory" in queries.read_at or any(map(compares_identity, self.request.running.functions))
 
     # --- fakes
 
     def _fake(self, node: torch.fx.Node, name: str, path: Path, value: Any, spec: Any, inside: bool) -> Any:
-        """The fake of one value; `inside` an open object it may be changed, and the change is written back."""
+        """The fake of one value; if it is `inside` an open object, the forward may change it, and the change is written back."""
         if isinstance(value, torch.Tensor):
             return self._fake_tensor(node, name, path, value, spec, inside)
         changes = is_mutable(value) and (inside or self.request.changes_inputs)
@@ -142,7 +142,7 @@ class Placeholders:
     def _fake_object(
         self, node: torch.fx.Node, name: str, path: Path, value: Any, spec: Any, inside: bool
     ) -> Any:
-        """An open object, or a list or dict inside one."""
+        """Make the fake of an open object, or of a list or dict inside one."""
         where = _where(name, path)
         other = self._places.setdefault(id(value), where)
         if other != where:
@@ -203,26 +203,26 @@ class Placeholders:
 
     @torch.no_grad()
     def _example(self, value: torch.Tensor, where: str, choices: dict[int, Any]) -> torch.Tensor:
-        """An object of its own, with the sizes of this run: the same tensor given twice is two inputs."""
+        """Copy an example with the sizes of this run, so that a tensor given twice is two inputs."""
         example = value.detach().requires_grad_(value.requires_grad)
         for dim in list(choices):
             if (where, dim) in self.request.at_one:
-                if example.shape[dim] != 1:  # else its strides stay as they are
+                if example.shape[dim] != 1:  # otherwise its strides stay
                     example = example.narrow(dim, 0, 1).clone(memory_format=torch.contiguous_format)
                 del choices[dim]
             elif (where, dim) in self.request.sizes:
                 size = self.request.sizes[where, dim]
-                # It begins anew where it ends.
+                # Repeat the example if the size is larger.
                 places = torch.arange(size, device=example.device) % example.shape[dim]
                 example = example.index_select(dim, places).requires_grad_(example.requires_grad)
         return example
 
     def _equate(self, size: Any, choice: Any, hint: int) -> None:
-        """Take dimensions that carry one `torch.export.Dim` for one size."""
+        """Make dimensions with the same `torch.export.Dim` one size."""
         if isinstance(choice, Dim):
             first, value = self._named.setdefault(choice.__name__, (size, hint))
             if value == hint:
-                bool(first == size)  # puts the guard
+                bool(first == size)  # adds the guard
 
     def _constant(self, name: str, path: Path, value: Any) -> Any:
         where = _where(name, path)
@@ -244,7 +244,7 @@ class Placeholders:
                 "Give tensors, numbers, and tuples, lists, dicts, dataclasses and plain objects of them."
             )
         if path and value == self.writer.device:
-            return given  # where an object lives; another device is no error in itself
+            return given  # the device of an object; another device is not an error in itself
         self._constants.append((where, given, value))
         self.expected.append(ConstantSpec(name, path, copy.deepcopy(value)))
         return given

@@ -1,4 +1,4 @@
-"""The properties that a forward reads besides sizes and values: strides, gradients, dtypes, global modes. They become guards."""
+"""The properties that a forward reads and that become guards: strides, gradients, dtypes, global modes."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ _DTYPE_QUERIES = {"element_size", "itemsize", "nbytes", "type"}
 
 
 class PropertyReads:
-    """The properties that one forward has read, with their values, which the graph takes for granted, and where it read them first."""
+    """The properties that one forward has read, with their values, which the graph assumes, and the first place of each read."""
 
     def __init__(self, writer: GraphWriter) -> None:
         self._writer = writer
-        # Where the forward first asked for strides (layout), addresses (memory), and whether a tensor takes gradients.
+        # The first place where the forward read strides (layout), addresses (memory), and whether a tensor requires
+        # gradients.
         self.read_at: dict[str, str] = {}
         self._grad_enabled = torch.is_grad_enabled()
-        # Where it asked for each dtype, and for a global mode, with the answer.
+        # The place where the forward first read each dtype, and below each global mode, with its value.
         self.dtypes_read_at: dict[torch.dtype, str] = {}
-        # The dtypes of all tensors of which it asked anything that may depend on that, as `is_floating_point()` does.
+        # The dtypes of all tensors in queries whose answer may depend on the dtype, as `is_floating_point()`.
         self.dtypes_asked: set[torch.dtype] = set()
         self.modes_read: dict[str, tuple[bool, str]] = {}
 
     def note(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        """Take note of a call with no tensor as its result, if it asks such a thing."""
+        """Record a call whose result is not a tensor, if it reads such a property."""
         if name in _KINDS:
             self.read_at.setdefault(_KINDS[name], self._writer.location())
         if name in GRAD_QUERIES:
@@ -51,15 +52,15 @@ class PropertyReads:
             self.note_dtype(args[0])
 
     def note_dtype(self, tensor: torch.Tensor) -> None:
-        """Take note that the forward relies on the dtype of a tensor."""
+        """Record that the forward relies on the dtype of a tensor."""
         self.dtypes_read_at.setdefault(tensor.dtype, self._writer.location())
 
     def note_gradients(self) -> None:
-        """Take note that the forward relies on which inputs take gradients."""
+        """Record that the forward relies on which inputs require gradients."""
         self.read_at.setdefault("gradients", self._writer.location())
 
     def note_mode(self, mode: str, answer: bool) -> None:
-        """Keep where the forward relied on a global mode, `grad`, `autocast` or `inference_mode`."""
+        """Record where the forward relied on a global mode: `grad`, `autocast` or `inference_mode`."""
         self.modes_read.setdefault(mode, (answer, self._writer.location()))
 
     def answers(self) -> Any:
@@ -67,7 +68,7 @@ class PropertyReads:
         return "layout" in self.read_at, self.dtypes_read_at.keys(), self._modes()
 
     def cover(self, other: PropertyReads) -> bool:
-        """Tell whether a graph that holds for these answers alone holds for those of `other` alone."""
+        """Tell whether a graph that is valid for only these values is valid for the values of `other`."""
         return (
             self.read_at.keys() >= other.read_at.keys()
             and self.dtypes_asked >= other.dtypes_asked

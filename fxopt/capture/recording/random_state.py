@@ -8,14 +8,14 @@ from typing import Any
 
 
 class PythonRandomState:
-    """Notices whether code draws such numbers, but for those that follow a seed and are the same each time."""
+    """Detects whether code draws such numbers, except those that follow a seed and are reproducible."""
 
     def __init__(self) -> None:
         self._before = _states()
         self._seeded: set[str] = set()
 
     def drawn_from(self) -> list[str]:
-        """The modules (`random`, `numpy.random`) from which numbers have been drawn that nobody can know."""
+        """The modules (`random`, `numpy.random`) from which unpredictable numbers were drawn."""
         now = _states()
         return [
             name
@@ -24,12 +24,12 @@ class PythonRandomState:
         ]
 
     def seed(self, name: str) -> None:
-        """Take note that one of these modules is about to be seeded."""
+        """Record that one of these modules is about to be seeded."""
         if name not in self.drawn_from():
             self._seeded.add(name)
 
     def restored(self, name: str) -> None:
-        """Take note that one of these modules has been given a state: what follows the one that was found is not known."""
+        """Record that a module's state was set: numbers that follow the initial state are unknown."""
         if _states()[name][1] == self._before[name][1]:
             self._seeded.discard(name)
 
@@ -38,13 +38,13 @@ class PythonRandomState:
         return name in self._seeded
 
     def take_back(self) -> None:
-        """Restore the states that were found."""
+        """Restore the initial states."""
         for name, (state, _) in self._before.items():
             restore(name, state)
 
 
 def generators() -> dict[str, Any]:
-    """The generator from which each module draws; the library does not need numpy, a model may."""
+    """The generator from which each module draws; numpy is included only if it is imported."""
     numpy: Any = sys.modules.get("numpy.random")
     return {"random": random._inst} | ({"numpy.random": numpy.mtrand._rand} if numpy else {})
 
@@ -55,13 +55,13 @@ def state_of(name: str) -> Any:
 
 
 def restore(name: str, state: Any) -> None:
-    """Give the generator of a module a state that it had."""
+    """Restore an earlier state of the generator of a module."""
     generator = generators()[name]
     generator.setstate(state) if name == "random" else generator.set_state(state)
 
 
 def reason(name: str) -> str:
-    """Why a number that a forward draws from one of these modules is refused."""
+    """The reason for refusing a number that a forward draws from one of these modules."""
     return (
         f"the forward draws random numbers from Python's {name!r}, and a graph would hold those that it drew. Use "
         "torch's, or make the module that draws them a leaf (leaf_modules=...)"
@@ -69,7 +69,7 @@ def reason(name: str) -> str:
 
 
 def _states() -> dict[str, tuple[Any, Any]]:
-    """The state of each module, as it takes it back, and in a form that can be compared."""
+    """The state of each module, in the form for restoring it and in a comparable form."""
     states = {name: (state, state) for name in generators() for state in (state_of(name),)}
     if "numpy.random" in states:
         state, _ = states["numpy.random"]

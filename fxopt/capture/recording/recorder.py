@@ -1,4 +1,4 @@
-"""The recorder: a `TorchFunctionMode` that writes each torch-level call of a forward, which runs on fake tensors, as a node."""
+"""The recorder: a `TorchFunctionMode` that writes a node for each torch-level call of a forward on fake tensors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from fxopt.torch_internals import (
     version_of,
 )
 
-# Gives the value of a call, an equal call to go on with, or NotImplemented.
+# Returns the value of a call, an equal call to continue with, or NotImplemented.
 Rewrite = Callable[["Recorder", Call], Any]
 
 
@@ -62,8 +62,8 @@ Rewrite = Callable[["Recorder", Call], Any]
 class Recorder(PreDispatchTorchFunctionMode):
     """Records the calls of one forward.
 
-    `decisions` answers what Python asks of values; `rewrites` gives what is tried on a call, in order, before it runs as
-    it is. It is a PreDispatchTorchFunctionMode because torch reports `autocast` to those alone.
+    `decisions` answers Python's questions about values. `rewrites` returns the rewrites to try on a call, in order, before
+    it runs unchanged. The class is a PreDispatchTorchFunctionMode because torch reports `autocast` only to those.
     """
 
     writer: GraphWriter
@@ -79,16 +79,16 @@ class Recorder(PreDispatchTorchFunctionMode):
         self.switches = ModeSwitches(self.writer)
         self.queries = PropertyReads(self.writer)
         self.draws = PythonRandomState()
-        # Inside a transform of torch.func: calls are seen as the operators they come down to.
+        # True inside a transform of torch.func: calls are recorded as operators.
         self.below = False
-        # The first error of ours; a forward may catch it, but a graph must not come of it.
+        # The first TraceError; a forward may catch it, but the capture must still fail.
         self.failure: TraceError | None = None
-        # For what came out of a call unchanged, what went in.
+        # Identity of the alias of a call's result -> the argument that the call returned unchanged.
         self.aliases: dict[int, torch.Tensor] = {}
-        # By identity: what `tensor.data` gave, and the tensor.
+        # Identity -> the result of `tensor.data`, and the tensor.
         self.data_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._opaque, self.records_layers_in_calls = 0, False
-        self.hooked: set[str] = set()  # layers whose hooks, or cached parametrizations, have run out of sight
+        self.hooked: set[str] = set()  # layers whose hooks or cached parametrizations ran unrecorded
 
     # --- calls
 
@@ -100,13 +100,13 @@ class Recorder(PreDispatchTorchFunctionMode):
         if self._opaque:
             return function(*args, **kwargs)
         if not all(issubclass(kind, torch.Tensor) for kind in types):
-            return NotImplemented  # the model's own class says what it does, in calls that come here
-        # What torch does inside a call (it enters modes, too) is not the model's doing.
+            return NotImplemented  # the model's own class handles the call, in calls that come here
+        # Actions of torch inside a call (it enters modes, too) are not the model's.
         self._opaque += 1
         try:
             if self.shell.stale and any(id(t) in self.shell.stale for t in tensors_in((args, kwargs))):
                 raise TraceError(f"the forward reads what an earlier call has left. {self.writer.where()}")
-            if function is not LIFT_FRESH:  # which makes a fake of its argument
+            if function is not LIFT_FRESH:  # it makes a fake of its argument itself
                 args, kwargs = self.writer.faked((args, kwargs))
             return self.call(function, args, kwargs)
         except TraceError as error:
@@ -116,7 +116,7 @@ class Recorder(PreDispatchTorchFunctionMode):
             self._opaque -= 1
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make one call, in a form that a graph can hold, and write the node for it."""
+        """Make one call, in a form that a graph can contain, and write its node."""
         call = Call(with_schema(function), args, kwargs)
         for rewrite in self.rewrites(call):
             outcome = rewrite(self, call)
@@ -131,7 +131,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         except GuardOnDataDependentSymNode:
             if not holds_sizes(call.args, call.kwargs):
                 raise
-            # torch reads sizes that are tensors where no mode sees it; give it the numbers.
+            # torch reads sizes from tensors where no mode sees it; pass the numbers instead.
             self.shape_env.failure = failure
             return self.call(call.function, *with_numbers(call.args, call.kwargs, self.item))
         self.tensor_sizes.keep(call.name, call.args, call.kwargs, result)
@@ -143,7 +143,7 @@ class Recorder(PreDispatchTorchFunctionMode):
 
     @makes_calls
     def make_alias(self, tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Make the alias of a tensor, and write its node where no recorded call makes it."""
+        """Make the alias of a tensor, and write its node if no recorded call makes the alias."""
         if self._opaque:
             return make()
         self._opaque += 1
@@ -173,7 +173,7 @@ class Recorder(PreDispatchTorchFunctionMode):
         return result
 
     def record(self, call: Call, result: Any) -> bool:
-        """Write the node for a call that has been made, and say so; one that only told Python something is noted instead."""
+        """Write the node of a call and return True; a call that only returned information to Python is noted, and gives False."""
         name, args = call.name, call.args
         about = property_name(call.function) if name == "__get__" else name
         if name == "__get__" and about in GRAD_QUERIES:
@@ -185,13 +185,13 @@ class Recorder(PreDispatchTorchFunctionMode):
             self.queries.note(about, args, result)
             return False
         if name == "view" and any(isinstance(value, torch.dtype) for value in (*args, *call.kwargs.values())):
-            self.queries.note_dtype(args[0])  # it reads the bytes
+            self.queries.note_dtype(args[0])  # the view reinterprets the bytes
         op, target, *given = canonical(call.function, args, call.kwargs)
         self.writer.create(op, target, *self.writer.arguments(name, *given), result)
         return True
 
     def distinct(self, result: Any, args: Any, kwargs: Any) -> Any:
-        """`result`, as an object of its own if it is one of the arguments, as `x.to(dtype)` may be: it has a node of its own."""
+        """Return an alias of `result` if it is one of the arguments, as `x.to(dtype)` may be, so that it has its own node."""
         if not any(result is value for value in (*args, *kwargs.values())):
             return result
         alias = result.view_as(result)
@@ -203,14 +203,14 @@ class Recorder(PreDispatchTorchFunctionMode):
     # --- modules
 
     def call_layer(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run a layer on fake tensors, out of sight, and write one `call_module` node."""
+        """Run a layer on fake tensors without recording its calls, and write one `call_module` node."""
         if self._opaque:
             return call_impl_of(module)(*args, **kwargs)
         if has_packed(args, kwargs):
             self.fail(PACKED)
         of_torch = type(module).__module__.startswith("torch.nn.")
         if self.shell.has_changed(module) or (self.records_layers_in_calls and of_torch):
-            return self.call_container(name, module, args, kwargs)  # the graph would call the model's own
+            return self.call_container(name, module, args, kwargs)  # the graph would call the unchanged layer
         args, kwargs = self.writer.faked((args, kwargs))
         if parametrizations_cached(parametrize) or any(
             forward_hooks_of(part) or forward_pre_hooks_of(part) for part in module.modules()
@@ -248,7 +248,7 @@ class Recorder(PreDispatchTorchFunctionMode):
             self.shape_env, f"the layer {name!r}", call_impl_of(module), *args, **kwargs
         )
         if draws is not None:
-            draws.take_back()  # the layer draws them when the graph runs
+            draws.take_back()  # the layer draws its numbers when the graph runs
         if isinstance(result, torch.Tensor) and versions == _versions((args, kwargs)):
             result = self.distinct(result, args, kwargs)
         if call is not None:
@@ -280,9 +280,9 @@ class Recorder(PreDispatchTorchFunctionMode):
 
     @contextlib.contextmanager
     def below_transforms(self) -> Iterator[None]:
-        """Record the operators to which the calls of the block come down.
+        """Record the operators that the calls in the block dispatch to.
 
-        Inside `torch.vmap` or `torch.func.grad` a call is made on wrapped tensors, which no node has; operators are on whole ones.
+        Inside `torch.vmap` or `torch.func.grad`, a call gets wrapped tensors, which have no node; operators get plain ones.
         """
         self.below = True
         operators = DispatchRecorder(self.writer)
@@ -294,7 +294,7 @@ class Recorder(PreDispatchTorchFunctionMode):
             operators.restore_gradients()
 
     def fail(self, reason: str) -> None:
-        """Raise TraceError, also where the forward would catch it."""
+        """Raise TraceError, and fail the capture even if the forward catches the error."""
         self.failure = self.failure or TraceError(f"{reason}. {self.writer.where()}")
         raise self.failure
 

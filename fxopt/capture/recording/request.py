@@ -1,4 +1,4 @@
-"""The request of a run, and how the forward takes its inputs."""
+"""The request of a run: its options, and the signature of the forward."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from fxopt.objects import tensors_in
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """The options of the user, up to `specialize`, the assumptions of one run, and in the end what all runs of a capture share."""
+    """The user's options (up to `specialize`), the assumptions of one run, and data that all runs share (last three)."""
 
     model: torch.nn.Module
     inputs: dict[str, Any]  # example values
-    dimensions: dict[str, Any]  # what is free of their sizes
-    layers: Set[int]  # identities of the modules that are one node
+    dimensions: dict[str, Any]  # their dynamic sizes
+    layers: Set[int]  # identities of the modules that become one node each
     specialize: bool
-    method: str = ""  # the method that is captured, without hooks; the module's call where it has no name
-    at_one: Set[tuple[str, int | None]] = frozenset()  # the free sizes that are 1 this time
-    # The free sizes that are others than those of the example.
+    method: str = ""  # the captured method, without hooks; the call of the module if empty
+    at_one: Set[tuple[str, int | None]] = frozenset()  # the dynamic sizes that are 1 in this run
+    # The dynamic sizes that differ from the example.
     sizes: Mapping[tuple[str, int | None], int] = dataclasses.field(default_factory=dict)
     answers: Outcomes = dataclasses.field(default_factory=Outcomes)
-    by_state: bool = False  # what depends on parameters and buffers alone is decided by their values of now
+    by_state: bool = False  # conditions on only parameters and buffers are decided by current values
     knows_keys: bool = False  # sizes that are keys of dicts must be known
-    moving: Set[str] = frozenset()  # ints inside objects that are free, because the forward changes them
-    shared_inputs: bool = False  # a tensor that is given twice is one tensor to the forward, which asks that
-    changes_inputs: bool = False  # the forward changes lists or dicts that it is given
+    moving: Set[str] = frozenset()  # ints inside objects that are dynamic, because the forward changes them
+    shared_inputs: bool = False  # a tensor passed twice is one tensor in the forward, which tests this
+    changes_inputs: bool = False  # the forward changes lists or dicts among its inputs
     assigned: Set[tuple[str, str]] = frozenset()  # buffers that the forward replaces, and the graph writes
     earlier: KeptState = dataclasses.field(default_factory=KeptState)
-    # Whether functions of torch were seen to raise for one outcome of a condition; what calls gave; functions that made calls.
+    # Functions of torch that raised for one outcome of a condition; results of calls; functions that made calls.
     raising: dict[tuple[Any, str], bool] = dataclasses.field(default_factory=dict)
     results: Earlier = dataclasses.field(default_factory=dict)
     running: RunningCode = dataclasses.field(default_factory=RunningCode)
 
     def signature(self) -> inspect.Signature:
-        """How the inputs are given."""
+        """The signature of the captured method."""
         return inspect.signature(getattr(self.model, self.method or "forward"))
 
     def tensors(self) -> list[torch.Tensor]:
@@ -53,7 +53,7 @@ class Request:
         return [*self.model.parameters(), *self.model.buffers(), *tensors_in(self.inputs)]
 
     def device(self) -> torch.device:
-        """The one device of the model (of the inputs, where it has no tensors)."""
+        """The one device of the model, or of the inputs if the model has no tensors."""
         devices = {
             t.device: name for name, t in [*self.model.named_buffers(), *self.model.named_parameters()]
         }
@@ -68,7 +68,7 @@ class Request:
         return tensors[0].device if tensors else torch.device("cpu")
 
     def arguments(self, values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Values for the inputs as the forward takes them: by keyword, but for positional-only and variadic parameters."""
+        """Arrange input values as the forward accepts them: by keyword, except positional-only and variadic parameters."""
         parameters = self.signature().parameters
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
@@ -85,7 +85,7 @@ class Request:
         return args, kwargs
 
     def default(self, name: str) -> dict[str, Any]:
-        """The default of a placeholder: an input that equals the forward's own can be left out, where none without one follows."""
+        """The default of a placeholder: an example value equal to the forward's default, if all later inputs have defaults too."""
         parameters = self.signature().parameters
         rest = list(self.inputs)[list(self.inputs).index(name) :]
         if all(_is_default(parameters.get(other), self.inputs[other]) for other in rest):

@@ -1,7 +1,7 @@
-"""Rewrites of a call of torch, tried before it runs as it is: a table by name and by function.
+"""Rewrites of a call of torch, tried before the call runs unchanged: a table by name and by function.
 
-Each takes the recorder and a call, and gives the value of that, an equal call to go on with, or NotImplemented. A rewrite
-makes other calls by `recorder.call`, which come through this table, too.
+Each rewrite gets the recorder and a call. It returns the value of the call, an equal call to continue with, or
+NotImplemented. A rewrite makes other calls with `recorder.call`, which go through this table as well.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fxopt.errors import TraceError
 from fxopt.objects import tensors_in
 from fxopt.torch_internals import FakeTensor, storage_identity
 
-# Functions with a flag `inplace` whose backward needs nothing of the input.
+# Functions with a flag `inplace` whose backward does not need the input.
 _KEEP_NO_INPUT = {
     *("relu", "dropout", "alpha_dropout", "feature_alpha_dropout"),
     *("dropout1d", "dropout2d", "dropout3d"),
@@ -52,7 +52,7 @@ def rewrites_of(call: Call) -> tuple[Rewrite, ...]:
     if name in ("__get__", "__set__"):
         name = f"{property_name(call.function)}.{name}"
     if name.startswith("_record_function_"):
-        return (lambda recorder, call: call.made(),)  # a name for the profiler
+        return (lambda recorder, call: call.made(),)  # only a label for the profiler
     before = (*_IDIOMS.get(name, ()), *_BY_FUNCTION.get(call.function, (_take_torch_values,)))
     if isinstance(call.function, HigherOrderOperator):
         before += (expand,)
@@ -63,12 +63,12 @@ def rewrites_of(call: Call) -> tuple[Rewrite, ...]:
 
 
 def _idiom(function: Callable[..., Any]) -> tuple[Rewrite]:
-    """The rewrite of a function that takes what makes calls, and the arguments."""
+    """Make a rewrite from a function whose parameters are `recorder.call` and the arguments of the call."""
     return (lambda recorder, call: function(recorder.call, *call.args, **call.kwargs),)
 
 
 def _take_torch_values(recorder: Recorder, call: Call) -> Call:
-    """Tensors in the place of numpy's arrays, torch's dtypes in that of Python's types."""
+    """Replace numpy's arrays by tensors, and Python's types by torch's dtypes."""
     args = tuple(idioms.with_torch_values(arg, recorder.call) for arg in call.args)
     return Call(call.function, args, torch_keywords(recorder, call))
 
@@ -90,14 +90,15 @@ def _write_in_place(recorder: Recorder, call: Call) -> Any:
     if recorder.writer.memory.is_sole_view(written, recorder.writer.made_by(written)):
         return _replaced(recorder, written, Call(call.function, bound.args, bound.kwargs))
     if torch.is_grad_enabled() and call.name not in _KEEP_NO_INPUT:
-        # What backward needs of the input would be overwritten; torch copies it, too. Later inputs may require gradients.
+        # The write would destroy the input that the backward needs; torch copies it, too. Later inputs may require
+        # gradients.
         bound.arguments["input"] = recorder.call(torch.Tensor.clone, (written,), {})
     return _written(recorder, written, Call(call.function, bound.args, bound.kwargs))
 
 
 @makes_calls
 def _replaced(recorder: Recorder, out: torch.Tensor, call: Call) -> Any:
-    """`f(y, inplace=True)` as `f(y)`, which stands for `y` from here on: nobody else sees the memory of `y`."""
+    """Record `f(y, inplace=True)` as `f(y)`, which replaces `y` in later calls: no other tensor shares the memory of `y`."""
     result = recorder.distinct(call.made(), call.args, call.kwargs)
     recorder.record(call, result)
     out.copy_(result)
@@ -107,7 +108,7 @@ def _replaced(recorder: Recorder, out: torch.Tensor, call: Call) -> Any:
 
 @makes_calls
 def _written(recorder: Recorder, out: Any, call: Call) -> Any:
-    """`f(x, out=y)` and `f(y, inplace=True)` as `y.copy_(f(...))`, of which fx knows that it writes."""
+    """Record `f(x, out=y)` and `f(y, inplace=True)` as `y.copy_(f(...))`, which fx treats as a write."""
     name, where = call.name, recorder.writer.where
     if not isinstance(out, torch.Tensor):
         raise TraceError(f"`out` of {name!r} is a {type(out).__name__}; give one tensor. {where()}")
@@ -137,7 +138,7 @@ def _stack_indices(recorder: Recorder, call: Call) -> Call:
 
 
 def _squeeze(recorder: Recorder, call: Call) -> Any:
-    """`squeeze`, where torch would keep a free size of 1 that it was not asked for; what it takes for granted is checked."""
+    """Guard the sizes of a `squeeze`, as torch would keep an unknown size of 1; assumptions get a runtime check."""
     is_known = (lambda size: True) if recorder.decisions.specialised else is_backed
     for fact in indexing.squeeze_with_guard(is_known, *call.args, **call.kwargs):
         recorder.shape_env.assume(fact, f"`squeeze` at {recorder.writer.location()}")
@@ -163,16 +164,16 @@ def _unbind(recorder: Recorder, call: Call) -> Any:
 
 
 def _take_numbers(recorder: Recorder, call: Call) -> Call:
-    """Numbers in the place of tensors without dimensions, where they are known and say sizes."""
+    """Replace tensors without dimensions by their numbers, if these are known and used as sizes."""
     known = recorder.tensor_sizes.given_as_numbers(call.name, call.args, call.kwargs, recorder.item)
     return Call(call.function, *known)
 
 
 def _assume_not_empty(recorder: Recorder, call: Call) -> Any:
-    """The memory format of what `interpolate` gives is known if no size is 0: the graph checks that."""
+    """Assume that no size is 0, so that the memory format of the output of `interpolate` is known: the graph checks this."""
     bound = inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments
     size = bound.get("size")
-    if not is_contiguous_or_false(bound["input"]):  # else so is what it gives
+    if not is_contiguous_or_false(bound["input"]):  # a contiguous input has a contiguous output
         for number in (*bound["input"].shape, *(size if isinstance(size, (tuple, list)) else (size,))):
             if is_unbacked(number):
                 origin = f"`interpolate` at {recorder.writer.location()}"
@@ -184,10 +185,10 @@ def _assume_not_empty(recorder: Recorder, call: Call) -> Any:
 
 
 def _read_value(recorder: Recorder, call: Call) -> Any:
-    """A call that makes a Python value of what is in a tensor."""
+    """Make a call that turns the contents of a tensor into a Python value."""
     if call.name == "item" and call.args[0].dtype is torch.bool:
         frame = model_frame(sys._getframe(1))
-        is_flag = frame is not None and compares_with_flag(frame.f_code)  # a symbolic number is no `True`
+        is_flag = frame is not None and compares_with_flag(frame.f_code)  # a symbolic number is not `True`
         return recorder.call(torch.Tensor.__bool__, call.args, {}) if is_flag else NotImplemented
     name = "__complex__" if call.name == "item" else call.name
     if call.name == "item" and not call.args[0].is_complex():
@@ -203,7 +204,7 @@ def _read_value(recorder: Recorder, call: Call) -> Any:
 
 
 def _address(recorder: Recorder, call: Call) -> int:
-    """A number that tells the memory of one fake from that of another."""
+    """A number that identifies the memory of a fake."""
     fake = call.args[0]
     recorder.queries.note(call.name, call.args, None)
     storage: int = storage_identity(fake.untyped_storage())
@@ -219,7 +220,7 @@ def _text(recorder: Recorder, call: Call) -> Any:
 
 
 def _is_known(value: Any) -> bool:
-    """Tell whether the tensors in `value` are made from Python data, so that their numbers are known."""
+    """Tell whether all tensors in `value` are made from Python data, so that their numbers are known."""
     return all(isinstance(t, FakeTensor) and t.constant is not None for t in tensors_in(value))
 
 
@@ -227,7 +228,7 @@ def _is_known(value: Any) -> bool:
 
 
 def _assert(recorder: Recorder, call: Call) -> None:
-    """Record an assertion on the values of a tensor; one on sizes is true, or a guard makes it so."""
+    """Record an assertion on the values of a tensor; an assertion on sizes is true, or a guard makes it true."""
     if any(isinstance(argument, torch.Tensor) for argument in (*call.args, *call.kwargs.values())):
         recorder.record(call, None)
     else:
@@ -235,7 +236,7 @@ def _assert(recorder: Recorder, call: Call) -> None:
 
 
 def _leave_out_generator(recorder: Recorder, call: Call) -> Any:
-    """With `generator=None` torch takes an overload that knows no free sizes; another generator is refused."""
+    """Drop `generator=None`, with which torch's overload does not support dynamic sizes; refuse any other generator."""
     if "generator" not in call.kwargs:
         return NotImplemented
     recorder.writer.argument(call.kwargs["generator"])

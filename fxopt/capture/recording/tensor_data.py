@@ -1,4 +1,4 @@
-"""Tensors that the forward makes of Python data: `torch.tensor([1, 2])` and its like."""
+"""Tensors that the forward creates from Python data: `torch.tensor([1, 2])` and similar calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)
 
 @makes_calls
 def make_from_data(recorder: Recorder, call: Call) -> Any:
-    """`torch.tensor` and its like: a constant of the graph, or of tensors that hold one number each a stack."""
+    """`torch.tensor` and similar calls: a constant of the graph, or a stack if the data is tensors with one number each."""
     args, kwargs = call.args, torch_keywords(recorder, call)
     if not contains(args[0] if args else kwargs["data"], (torch.Tensor, *SymbolicNumber)):
         with unset_fake_temporarily():
@@ -36,7 +36,7 @@ def make_from_data(recorder: Recorder, call: Call) -> Any:
 
 
 def _dtype_of(data: Any) -> torch.dtype | None:
-    """The dtype that torch gives nested sequences of Python's numbers, free ones among them; None where there is anything else."""
+    """The dtype that torch gives to nested sequences of Python or symbolic numbers; None for any other contents."""
     if isinstance(data, (list, tuple)):
         kinds = [kind for item in data if (kind := _dtype_of(item)) is not None]
         return functools.reduce(torch.promote_types, kinds, torch.bool) if len(kinds) == len(data) else None
@@ -48,14 +48,14 @@ def _dtype_of(data: Any) -> torch.dtype | None:
 
 
 def _of_sizes(recorder: Recorder, data: Any, options: dict[str, Any]) -> Any:
-    """A tensor of numbers, some of which are free sizes: torch would fix these."""
+    """Create a tensor from numbers, some of them dynamic sizes, which torch would make static."""
     if isinstance(data, (list, tuple)):
         return recorder.call(torch.stack, ([_of_sizes(recorder, item, options) for item in data],), {})
     return recorder.call(torch.scalar_tensor, (data,), options)
 
 
 def _stack(recorder: Recorder, numbers: Any, options: dict[str, Any]) -> Any:
-    """`torch.tensor` of tensors with one number each: it copies the numbers, and gives no gradient to them."""
+    """`torch.tensor` of tensors with one number each: a copy of the numbers, without gradients."""
     stacked = recorder.call(torch.stack, (list(numbers),), {})
     if stacked.requires_grad:
         stacked = recorder.call(torch.Tensor.detach, (stacked,), {})
@@ -64,19 +64,19 @@ def _stack(recorder: Recorder, numbers: Any, options: dict[str, Any]) -> Any:
 
 
 def make_legacy(recorder: Recorder, call: Call) -> Any:
-    """`torch.IntTensor([1])` and its like, of which no more is seen than that torch makes a fake of a tensor."""
+    """`torch.IntTensor([1])` and similar calls, of which a mode only sees that torch makes a fake of a tensor."""
     real, mode = call.args[0], recorder.fake_mode
     if type(real) is not torch.Tensor:
         return Call(call.function, recorder.writer.faked(call.args), call.kwargs)
     with unset_fake_temporarily():
-        before = real.clone()  # torch carries out what is done to a number that it knows
+        before = real.clone()  # torch applies operations to a known number in place
     known = mode.may_turn_const(real)
     fake = mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=known)
     return _fresh(recorder, before, fake)
 
 
 def _fresh(recorder: Recorder, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
-    """A tensor whose numbers are known, and which is made anew at each call of the graph if it is written."""
+    """Record a tensor with known numbers, which each call of the graph creates again if it is written."""
     writer = recorder.writer
     node = writer.create("get_attr", writer.constant(real), (), {}, fake)
     writer.fresh.append((fake, version_of(fake), node))
@@ -88,7 +88,7 @@ def torch_keywords(recorder: Recorder, call: Call) -> dict[str, Any]:
 
 
 def contains(value: Any, types: Any) -> bool:
-    """Tell whether there is an instance of these types in nested sequences."""
+    """Tell whether nested sequences contain an instance of these types."""
     if isinstance(value, (list, tuple)):
         return any(contains(item, types) for item in value)
     return isinstance(value, types)

@@ -1,4 +1,4 @@
-"""A call of torch, as the recorder sees it, and the reason where no node can stand for it."""
+"""A call of torch, as the recorder sees it, and the reason why no node can represent it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Call:
 
 
 def with_schema(function: Any) -> Any:
-    """The operator in the place of a packet of that one operator, if it writes: torch.fx asks its schema for that."""
+    """Return the operator of a packet with only one overload, if it writes: torch.fx reads writes from its schema."""
     if isinstance(function, OpOverloadPacket) and len(function.overloads()) == 1:
         operator = getattr(function, function.overloads()[0])
         return operator if is_write(operator) else function
@@ -72,7 +72,7 @@ def has_packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def refusal(call: Call, result: Any) -> str | None:
-    """Why no node can stand for a call that gave `result`; None where one can."""
+    """The reason why no node can represent a call with this `result`; None if one can."""
     name = call.name
     if name in _REASONS:
         return _REASONS[name].format(name=name, function=call.function)

@@ -1,4 +1,4 @@
-"""The graph module that comes of a run, or of several that are one graph."""
+"""Builds the graph module from one run, or from several runs merged into one graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxopt.objects import qualified_name
 
 
 def assemble(run: RunResult, alternatives: list[list[SizeGuard]]) -> TracedModule:
-    """The graph module of a run, which holds where one of these sets of guards does."""
+    """Build the graph module of a run; its inputs must satisfy one of the sets of guards in `alternatives`."""
     checks = [*run.checks, *_write_checks(run)]
     check_names(run.graph)
     model = run.request.model
@@ -37,7 +37,7 @@ def assemble(run: RunResult, alternatives: list[list[SizeGuard]]) -> TracedModul
         with run.graph.inserting_after(placeholders[-1]):
             named = {str(node.target).lstrip("*"): node for node in placeholders}
             guard = run.graph.call_module(guard_name, (), named)
-        # Those in front read the device of an input, which may be something else than a tensor.
+        # Earlier nodes read the device of an input, which may not be a tensor: they run after the guard.
         early = itertools.takewhile(lambda node: node is not guard, run.graph.nodes)
         for node in [node for node in early if node.op != "placeholder"][::-1]:
             guard.append(node)
@@ -51,12 +51,12 @@ def assemble(run: RunResult, alternatives: list[list[SizeGuard]]) -> TracedModul
 
 
 def _keep_reads(traced: TracedModule, run: RunResult) -> None:
-    """Tell the module what Python read of dtypes, modes and gradients."""
+    """Store in the module what Python read of dtypes, modes and gradients."""
     reads = run.reads
     traced.dtypes_read_at = reads.dtypes_read_at
     read = [parameter for parameter in traced.parameters() if parameter.dtype in reads.dtypes_read_at]
     if read:
-        smallest = min(read, key=torch.numel)  # the graph keeps it alive
+        smallest = min(read, key=torch.numel)  # the graph module keeps it alive
         traced.read_parameter = smallest, smallest.dtype
     traced.modes_read = reads.modes_read
     if "gradients" in reads.read_at:
@@ -66,7 +66,7 @@ def _keep_reads(traced: TracedModule, run: RunResult) -> None:
 
 
 def _write_checks(run: RunResult) -> list[str]:
-    """Write the checks of the branches that were decided by line; one text for each."""
+    """Write the checks of the branches that the script decides by line; return one text for each."""
     written: list[str] = []
     for line, branches in run.branches.items():
         if line in run.left_out:
@@ -77,7 +77,7 @@ def _write_checks(run: RunResult) -> list[str]:
 
 
 def _check_alike(branches: Sequence[BranchAtLine]) -> Iterator[str]:
-    """Check that the branches at a line have one outcome: each one against the one before it."""
+    """Check that all branches at a line have the same outcome: compare each branch with the one before it."""
     for one, next_one in itertools.pairwise(branches):
         next_one.node.update_arg(1, one.node)
         yield f"the forward decides all questions alike: {next_one.where}"
@@ -86,7 +86,7 @@ def _check_alike(branches: Sequence[BranchAtLine]) -> Iterator[str]:
 
 
 def _check_left_out(branches: Sequence[BranchAtLine], bodies: Sequence[Body]) -> Iterator[str]:
-    """Check that what is done after each branch writes nothing where the outcome would be the other one."""
+    """Check that the body after each branch writes nothing if the outcome differs from that of the capture."""
     for branch, body in reversed(list(zip(branches, bodies, strict=True))):
         for node, index in body:
             with node.graph.inserting_before(node):

@@ -1,4 +1,4 @@
-"""Buffers that a forward replaces (`self.mean = 0.9 * self.mean + 0.1 * x.mean()`): a graph writes into those that are there."""
+"""Buffers that a forward replaces (`self.mean = 0.9 * self.mean + 0.1 * x.mean()`): the graph writes into the old buffers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Place = tuple[str, str]
 
 
 def replaced_buffers(made: RunResult, persistent: bool) -> set[Place]:
-    """The buffers, in the `state_dict` or not, that the forward has replaced."""
+    """Return the buffers that the forward replaced: those in the `state_dict` if `persistent`, else the others."""
     return {
         (name, key)
         for name, module in made.request.model.named_modules()
@@ -31,7 +31,7 @@ def replaced_buffers(made: RunResult, persistent: bool) -> set[Place]:
 
 
 def held_alone(made: RunResult, places: Collection[Place]) -> set[Place]:
-    """Those of these buffers that nothing else knows: no attribute of a module, also where it is a leaf, and no input or constant."""
+    """Return the buffers among `places` whose memory no attribute of a module, leaves included, no input and no constant shares."""
     if not places:
         return set()
     model, describe = made.request.model, SnapshotMaker(id)
@@ -42,7 +42,7 @@ def held_alone(made: RunResult, places: Collection[Place]) -> set[Place]:
 
 
 def lend_copies(writer: GraphWriter, places: Collection[Place]) -> dict[Place, torch.Tensor]:
-    """Put copies in the places of these buffers, so that who has read one does not see what is written; the buffers."""
+    """Replace these buffers by copies, so that values read earlier do not see later writes; return the buffers."""
     lent = {}
     for name, key in sorted(places):
         buffers = buffers_of(writer.shell.model.get_submodule(name))
@@ -52,20 +52,20 @@ def lend_copies(writer: GraphWriter, places: Collection[Place]) -> dict[Place, t
 
 
 def write_back(recorder: Recorder, lent: dict[Place, torch.Tensor], others: Any) -> None:
-    """Write what the forward has left in these places into the buffers, and put them there.
+    """Write the tensors that the forward left in these places into the old buffers, and put the old buffers back.
 
-    It stays where a write would be something else: where it is of another kind, has a history, or shares memory with the
-    model's other tensors or with `others`, the inputs, outputs and tensors that are no buffers, into which somebody may write;
-    and where the forward has the buffer from elsewhere, too.
+    A new tensor stays if a write would not be equivalent. This is so if it has another dtype, device or layout, requires
+    gradients, or shares memory with other tensors of the model or with `others`: inputs, outputs and tensors that are not
+    buffers, which may be written later. It also stays if the forward has another reference to the old buffer.
     """
     writer = recorder.writer
     for (name, key), buffer in lent.items():
         buffers = buffers_of(writer.shell.model.get_submodule(name))
         value, node = buffers.get(key), writer.made_by(buffer)
-        # The graph has to ask the dtype, too: a write would convert.
+        # This read of the dtype is recorded, so that the graph checks it: a write would convert.
         if value is None or node is None or len(node.users) != 1 or value.dtype != buffer.dtype:
             continue
-        with recorder.paused():  # it is not the forward that reads strides and flags
+        with recorder.paused():  # these reads of strides and flags are not the forward's
             given = set(map(storage_of, tensors_in(others)))
             held = Counter(map(storage_of, [buffer, *_registered(writer.shell.model)]))
             alone = held[storage_of(value)] == 1 and not given & {storage_of(value), storage_of(buffer)}

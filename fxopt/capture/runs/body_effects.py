@@ -1,4 +1,4 @@
-"""The effects of the body of a data-dependent branch: what it uses and writes, and if it may run where the forward would leave it out."""
+"""Effects of the body of a data-dependent branch: what it uses and writes, and whether it may run unconditionally."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxopt.graph import called_module, function_name
 from fxopt.memory import storage_of
 from fxopt.objects import set_attributes, set_items, tensors_in
 
-# The functions that write at some places of their first argument, or of a copy, with the position and the name of the index.
+# Functions that write some elements of their first argument or of its copy, with position and name of the index argument.
 _INDEXED = {
     **dict.fromkeys(("index_add_", "index_copy_", "index_fill_", "index_reduce_"), (2, "index")),
     **dict.fromkeys(("scatter_", "scatter_add_", "scatter_reduce_"), (2, "index")),
@@ -27,15 +27,15 @@ _INDEXED = {
     "index_put_": (1, "indices"),
     "setitem": (1, ""),
 }
-# What copies a tensor or gives it as it is, depending on its strides, dtype or device.
+# Functions that return a copy of a tensor or the tensor itself, depending on its strides, dtype or device.
 _MAY_COPY = {
     *("contiguous", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "view_as", "expand_as"),
     *("to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "cpu", "cuda"),
     "dropout",
 }
-# What raises an error for a tensor without entries, unless it is told a dimension.
+# Functions that raise an error for an empty tensor, unless a dimension is given.
 _NEEDS_ENTRIES = {"max", "min", "amax", "amin", "argmax", "argmin", "aminmax"}
-# What gives finite gradients for finite values, besides views, copies and layers: gradients of zeros then stay zeros.
+# Functions whose gradients are finite for finite values, so that gradients of 0 stay 0; layers count as such, too.
 _SMOOTH = {
     *("add", "sub", "rsub", "mul", "neg", "matmul", "mm", "bmm", "linear", "baddbmm", "addmm", "einsum"),
     *("sum", "mean", "relu", "gelu", "silu", "sigmoid", "tanh", "softmax", "log_softmax", "layer_norm"),
@@ -47,18 +47,18 @@ _SMOOTH = {
 
 
 class BodyEffects:
-    """The nodes that the bodies which may be left out use and write."""
+    """The nodes that bodies of branches use and write; the model may skip these bodies."""
 
     def __init__(self, capture: RunResult, bodies: Sequence[Sequence[torch.fx.Node]]) -> None:
         self._capture = capture
-        # For nodes that write into memory that is not the body's own, the tensor whose value they give.
+        # For each write into memory from outside, or masked copy, the node that has its value if the body is skipped.
         self.aliases: dict[torch.fx.Node, torch.fx.Node] = {}
-        # For a copy, also of another shape, what it is a copy of.
+        # For each copy, also of another shape, the node that it copies.
         self._first: dict[torch.fx.Node, torch.fx.Node] = {}
         self._body_of = {node: number for number, body in enumerate(bodies) for node in body}
-        # To which bodies the values in a memory belong; None is the forward around them.
+        # For each memory, the bodies that own its values; None is the forward around the bodies.
         self._owners: dict[int, set[int | None]] = {}
-        # For a memory that may be a copy, that of which it may be one.
+        # For each memory that may be a copy, the memory of its source.
         self._source: dict[int, int] = {}
         for node in capture.graph.nodes:
             owners: set[int | None] = {*self._bodies(node)} or {None}
@@ -70,7 +70,7 @@ class BodyEffects:
                 self._owners.setdefault(self._memory(tensor), set()).update(owners)
 
     def written_by(self, number: int, body: Sequence[torch.fx.Node]) -> Body:
-        """The writes of a body to what is not its own; UnprovedError where it may not run always."""
+        """Return the writes of a body into memory from outside; UnprovedError if it must not run unconditionally."""
         writes: Body = []
         for node in body:
             if reason := self._refused(number, node):
@@ -92,7 +92,7 @@ class BodyEffects:
         return writes
 
     def _refused(self, number: int, node: torch.fx.Node) -> str | None:
-        """Why a node may not run where the forward would have left it out; None if it may."""
+        """Return the reason why a node must not run if the model would skip it; None if it may run."""
         if any(other != number for source in node.all_input_nodes for other in self._bodies(source)):
             return "uses what another one made"
         if node.target in CHECKS:
@@ -107,11 +107,11 @@ class BodyEffects:
         if module is None and not _is_harmless(node):
             return "may raise an error, or give gradients that are not finite, on no elements"
         if isinstance(module, torch.nn.RNNBase) and module.training and module.dropout:
-            return "draws random numbers"  # of which a fake run draws none
+            return "draws random numbers"  # a run on fakes draws none
         return None
 
     def _copied(self, node: torch.fx.Node) -> Body:
-        """Take note of a copy that differs where a mask is true, `masked_fill`, and of what only reshapes one."""
+        """Record a `masked_fill` or reshaped value as a copy of its source; return the write of a `masked_fill`."""
         source, made = node.args[0] if node.args else None, node.meta.get("val")
         if not isinstance(source, torch.fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
             return []
@@ -129,7 +129,7 @@ class BodyEffects:
         return called_module(self._capture.request.model, node)
 
     def _is_never_written(self, *nodes: torch.fx.Node) -> bool:
-        """Tell whether no call writes into the memory of these values; inputs may share theirs."""
+        """Tell whether no call writes into the memory of these values; inputs may share memory."""
         memory = {self._memory(tensor) for node in nodes for tensor in tensors_in(node.meta.get("val"))}
         if memory & self._inputs and self._written_at_all & self._inputs:
             return False
@@ -142,7 +142,7 @@ class BodyEffects:
 
     @functools.cached_property
     def _written_at_all(self) -> set[int]:
-        """The memory that any call of the graph may write into; a layer that writes into one tensor may into each."""
+        """The memory that any call of the graph may write into; a writing layer may write into every tensor of the model."""
         written: set[int] = set()
         nodes = list(self._capture.graph.nodes)
         attributes = [node for node in nodes if node.op == "get_attr"]
@@ -155,14 +155,14 @@ class BodyEffects:
         return written
 
     def _memory(self, tensor: torch.Tensor) -> int:
-        """The memory of a tensor; what may be a copy, by strides that nothing guards, counts as that of its source."""
+        """Return the memory of a tensor. A possible copy, which depends on strides without a guard, counts as its source."""
         memory = storage_of(tensor)
         while memory in self._source:
             memory = self._source[memory]
         return memory
 
     def _bodies(self, node: torch.fx.Node) -> Iterator[int]:
-        """The bodies that make what a node gives, or what it is a part or a size of."""
+        """Yield the bodies that compute the value of a node, or the value of which it is a part or a size."""
         if node in self.aliases:
             yield from self._bodies(self.aliases[node])
         elif node in self._body_of:
@@ -172,7 +172,7 @@ class BodyEffects:
                 yield from self._bodies(source)
 
     def _belongs(self, node: torch.fx.Node, number: int) -> bool:
-        """Tell whether the memory of a value belongs to a body alone."""
+        """Tell whether the memory of a value belongs only to this body."""
         tensors = list(tensors_in(node.meta.get("val")))
         return bool(tensors) and all(self._owners[self._memory(tensor)] == {number} for tensor in tensors)
 
@@ -192,12 +192,12 @@ class BodyEffects:
 
 
 def _shape(tensor: torch.Tensor) -> list[Any]:
-    """The sizes of a tensor as they are known, to compare them without a guard."""
+    """Return the sizes of a tensor as expressions, which can be compared without adding a guard."""
     return list(map(expression_of_size, tensor.shape))
 
 
 def _is_harmless(node: torch.fx.Node) -> bool:
-    """Tell whether a call runs on tensors without entries, and makes no NaN of gradients of zeros, as `sqrt` does at 0."""
+    """Tell whether a call accepts empty tensors, and does not turn gradients of 0 into NaN, as `sqrt` does at 0."""
     name, made = function_name(node).removesuffix("_"), node.meta.get("val")
     sources = [source.meta.get("val") for source in node.all_input_nodes]
     whole = name in _NEEDS_ENTRIES and len(node.args) == 1 and not node.kwargs
@@ -215,7 +215,7 @@ def _may_be_empty(value: Any) -> bool:
 
 
 def _index(node: torch.fx.Node) -> Any:
-    """The index or mask of a write, which says where in a tensor; None for other writes."""
+    """Return the index or mask that selects the elements of a write; None for other writes."""
     position, name = _INDEXED.get(function_name(node), (0, ""))
     if not position or node.kwargs.get("out") is not None:
         return None
@@ -223,7 +223,7 @@ def _index(node: torch.fx.Node) -> Any:
 
 
 def _may_be_nowhere(index: Any) -> bool:
-    """Tell whether an index may have no entries: its size is unbacked, or it is a mask."""
+    """Tell whether an index may select no element: its size is unbacked, or it is a mask."""
     for part in index if isinstance(index, (tuple, list)) else (index,):
         tensor = part.meta.get("val") if isinstance(part, torch.fx.Node) else None
         if isinstance(tensor, torch.Tensor) and (tensor.dtype in MASKS or _may_be_empty(tensor)):

@@ -1,7 +1,7 @@
-"""Both sides of a data-dependent branch in one graph: what only one of them does is a graph inside an `IfElse` node.
+"""Both sides of a data-dependent branch in one graph: the calls that differ become two graphs inside an `IfElse` node.
 
-Each side was captured whole, so each graph is right where the branch goes its way. The calls behind the last difference are
-the same: they stand in the graph once, behind the node, and use what comes out of it.
+Each outcome was captured with the whole forward, so each graph is correct for its outcome. The calls after the last
+difference are the same in both: the joined graph has them once, after the node, and they use its results.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _REFUSED = {set_attributes, set_items}
 
 
 def join(yes: RunResult, no: RunResult) -> RunResult:
-    """One graph of two runs that differ in the outcome of a branch and in all that it leads to; else UnprovedError.
+    """Join two runs, which differ in the outcome of one branch, into one graph; raise UnprovedError if that is impossible.
 
-    Layers that only one of them calls are still layers inside the node, where a graph cannot find them: `called_in_branches`.
+    Layers that only one side calls remain layers inside the node, where they are hidden: `called_in_branches` finds them.
     """
-    # A later call on the one side may read a table that the other has kept.
+    # A later call may take one side and read a table that the other side has kept.
     kept = any(run.left_out or run.moved or run.keeps_tables for run in (yes, no))
     if kept or yes.changed_outside != no.changed_outside:
         raise UnprovedError("the two outcomes leave other state")
@@ -60,7 +60,7 @@ def join(yes: RunResult, no: RunResult) -> RunResult:
 
 
 class _Shared:
-    """The calls that two runs share: `before` the `checks` of a branch, and from the last difference on (`after`)."""
+    """The calls that two runs share: `before` the `checks` of a branch, and `after` the last difference."""
 
     def __init__(self, run: RunResult, other: RunResult) -> None:
         self.run, self.other = run, other
@@ -91,7 +91,7 @@ class _Shared:
             ]
             if not different:
                 break
-        # The values that differ and are used by the calls after: of both runs.
+        # The differing values that the calls in `after` use, in pairs of both runs.
         self.values = list(comparison.values)
 
     @property
@@ -100,7 +100,7 @@ class _Shared:
 
 
 def called_in_branches(graph: Graph) -> set[str]:
-    """The layers that are called inside of the nodes that hold two sides, by name."""
+    """Return the names of the layers that are called inside nodes with branches."""
     sides = [side.graph for node in graph.nodes for side in branches_of(node.target)]
     layers = {str(node.target) for side in sides for node in side.nodes if node.op == "call_module"}
     return layers.union(*map(called_in_branches, sides))
@@ -112,14 +112,14 @@ def _is_branch(mine: Node, its: Node) -> bool:
 
 
 class _Comparison(CallComparison):
-    """Compares calls that two runs share, and takes note of tensors that differ and may come out of the sides."""
+    """Compares calls that two runs share, and collects differing tensors, which may be results of the sides."""
 
     def __init__(self, shared: _Shared) -> None:
         super().__init__(size_comparison(shared.run, translation(shared.run, shared.other, shared.names)))
         self._constants = shared.run.constants, shared.other.constants
         self._known = {node for pair in shared.pairs for node in pair}
         self._after = {node for pair in shared.after for node in pair}
-        # The values that differ, and the shared calls that make one: these belong to the sides.
+        # The differing values, and the shared calls that compute them: such calls belong to the sides.
         self.values: dict[tuple[Node, Node], None] = {}
         self.late: set[Node] = set()
 
@@ -149,12 +149,12 @@ class _Comparison(CallComparison):
 
 
 def calls_behind(node: Node) -> set[Node]:
-    """The calls of which a node is made, which may compute a size or name a part of a result."""
+    """Return the node itself if it is a call, else the calls behind the size or the part of a result that it computes."""
     return {node} if is_call(node) else set().union(*map(calls_behind, node.all_input_nodes))
 
 
 def _side(run: RunResult, check: Node, after: Collection[Node], values: Collection[Node]) -> list[Node]:
-    """The nodes of the side that follows a check alone; UnprovedError if it does more than to make `values`."""
+    """Return the nodes after a check that only this side has; UnprovedError if they do more than compute `values`."""
     calls = calls_of(run.graph)
     own, later = set(calls[calls.index(check) + 1 :]).difference(after), set(after)
     nodes = [node for node in run.graph.nodes if own & calls_behind(node)]
@@ -181,7 +181,7 @@ def _side(run: RunResult, check: Node, after: Collection[Node], values: Collecti
 
 
 def _joined(shared: _Shared) -> RunResult:
-    """Write both sides as one node into the graph of the one run, and let what follows use what comes out of it."""
+    """Write both sides as one node into the graph of the first run; the calls after the sides use its results."""
     run, other, values = shared.run, shared.other, shared.values
     if not values:
         raise UnprovedError("no value that is used later differs")
@@ -215,7 +215,7 @@ def _joined(shared: _Shared) -> RunResult:
 
 
 def _replaced(mine: Any, its: Any, results: Mapping[tuple[Node, Node], Node]) -> Any:
-    """An argument, with results in the places of the values that differ."""
+    """Return an argument with results in place of the differing values."""
     if isinstance(mine, Node):
         return results.get((mine, its), mine)
     if isinstance(mine, slice):
@@ -230,12 +230,12 @@ def _replaced(mine: Any, its: Any, results: Mapping[tuple[Node, Node], Node]) ->
 
 
 class _Operands:
-    """The nodes that the sides use from outside, in the one graph, before what follows."""
+    """The nodes from outside that the sides use; they are in the graph of the first run, before the calls in `after`."""
 
     def __init__(self, shared: _Shared) -> None:
         self._run, self._other, self._first = shared.run, shared.other, shared.after[0][0]
         self._nodes = {its: mine for mine, its in shared.before}
-        # Where a node of the other graph that is no call stands in the one: a later `x.t_()` gives `x` another size.
+        # Where to insert a node of the other graph that is not a call: a later `x.t_()` would change the size of `x`.
         self._places: dict[Node, Node] = {}
         place = shared.checks[0]
         earlier = itertools.takewhile(lambda node: node is not shared.checks[1], shared.other.graph.nodes)
@@ -245,7 +245,7 @@ class _Operands:
         self.used: list[Node] = []
 
     def modules(self, sides: Sequence[tuple[Sequence[Node], Sequence[Node]]]) -> list[TracedModule]:
-        """The sides, each with its nodes and the values that come out of it, as graph modules with the same inputs."""
+        """Build a graph module of each side, given by its nodes and its output values; all have the same inputs."""
         outside = [
             source
             for nodes, values in sides
@@ -259,7 +259,7 @@ class _Operands:
         graph = Graph()
         inputs: dict[Node, Node] = {}
         copies: dict[Node, Node] = {}
-        # Names are those of the places, so that the same sides of two runs have the same code.
+        # Placeholders are named by position, so that equal sides of two runs have equal code.
         for place, operand in enumerate(self.used):
             inputs[operand] = graph.placeholder(f"operand_{place}")
             inputs[operand].meta = {"val": operand.meta.get("val")}
@@ -276,7 +276,7 @@ class _Operands:
         return TracedModule(self._run.request.model if layers else torch.nn.Module(), graph, "Branch")
 
     def _node(self, node: Node) -> Node:
-        """The node with the value of one of either graph; one that is no call is copied if it stands too late, or in the other."""
+        """Return the first graph's node with the value of `node`; copy a non-call that is too late, or in the other graph."""
         if node not in self._nodes:
             here = node.graph is self._run.graph
             if here and node < self._first:

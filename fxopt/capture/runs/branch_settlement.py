@@ -27,19 +27,19 @@ from fxopt.capture.runs.if_conversion import if_convert
 from fxopt.capture.runs.run_result import RunResult, UnprovedError
 from fxopt.errors import TraceError
 
-# Each branch that is settled by looking at both sides costs two runs.
+# A branch that is settled by trying both sides costs two runs.
 _MOST_SETTLED = 50
 # Lines whose outcomes make no difference cost a run for each combination of outcomes.
 _MOST_LINES = 3
-# A graph with both sides of branches costs a run for each combination of outcomes: so many runs, and nodes in all of them.
+# A graph with both sides of branches costs a run for each combination of outcomes: the most runs, and the most nodes in all.
 _MOST_JOINED, _MOST_NODES = 32, 12_000
 
 
 def explore_branches(capture: Callable[[Outcomes], RunResult], like: Outcomes | None = None) -> RunResult:
-    """Run the forward until no data-dependent branch is open; TraceError where one cannot be settled.
+    """Run the forward until no data-dependent branch is open; raise TraceError if one cannot be settled.
 
-    `capture(script)` runs it, and raises DataDependentBranch at the first branch whose outcome is not in the script. `like` is the
-    script of another run, whose graph is to hold here as well: its branches are settled in the same way.
+    A branch is open if its outcome is not in the script. `capture(script)` runs the forward, and raises DataDependentBranch at
+    the first open branch. `like` is the script of another run: branches are settled as there, so that its graph may fit here.
     """
     if like is not None and like.both is not None:
         return _BothSides(capture, like.both).settled(Outcomes(both=like.both))
@@ -56,7 +56,7 @@ def explore_branches(capture: Callable[[Outcomes], RunResult], like: Outcomes | 
 
 
 class KeptRuns:
-    """Runs and refusals by their scripts: each way of settling branches begins with those of the way before.
+    """A cache of runs and errors by script, because each way of settling branches repeats scripts of the previous one.
 
     Args:
         capture: runs the forward with a script.
@@ -67,11 +67,11 @@ class KeptRuns:
         self._found: dict[Any, tuple[RunResult | TraceError, list[bool]]] = {}
 
     def clear(self) -> None:
-        """Forget all runs, as of another request."""
+        """Forget all runs, because the request has changed."""
         self._found.clear()
 
     def __call__(self, script: Outcomes) -> RunResult:
-        """The run with a script; TraceError where that run raises it."""
+        """Return the run with a script, or raise its TraceError."""
         settled = tuple((outcome.answer, outcome.otherwise) for outcome in script.settled)
         key = settled, tuple(script.at_lines.items()), tuple(script.ends.items())
         if key not in self._found:
@@ -89,7 +89,7 @@ class KeptRuns:
 
 
 def _without_branches(capture: Callable[[Outcomes], RunResult], like: Outcomes | None) -> RunResult:
-    """A run whose graph holds for all outcomes, or which checks the one that does not raise."""
+    """Return a run whose graph is valid for all outcomes, or checks for the outcome that does not raise."""
     path = _open_path(capture, like)
     variants = _Variants(capture, path)
     try:
@@ -102,7 +102,7 @@ def _without_branches(capture: Callable[[Outcomes], RunResult], like: Outcomes |
 
 @dataclasses.dataclass(frozen=True)
 class _Path:
-    """A script that leads through the forward, the run with it, and the first branch that has yet to be shown to make no difference."""
+    """A script that completes the forward, its run, and the first branch not yet proved to make no difference."""
 
     script: Outcomes
     run: RunResult
@@ -110,7 +110,7 @@ class _Path:
 
 
 def _open_path(capture: Callable[[Outcomes], RunResult], like: Outcomes | None) -> _Path:
-    """Find a script: at each branch the side that does not raise; where neither does, its body always runs."""
+    """Find a script: at each branch the side that does not raise; if neither side raises, the body always runs."""
     script, pending = Outcomes(dict.fromkeys(like.at_lines if like else (), ALWAYS)), None
     most_settled = _MOST_SETTLED if like is None else len(like.settled)
     branch: DataDependentBranch | None = None
@@ -141,9 +141,9 @@ def _open_path(capture: Callable[[Outcomes], RunResult], like: Outcomes | None) 
         if (yes.error is None) != (no.error is None):
             taken, left = (yes, no) if yes.error is None else (no, yes)
             script = script.and_then(Outcome(taken is yes, left.error or ""))
-            if taken.made is not None and (taken is yes or not left.error):  # the check in it has the error
+            if taken.made is not None and (taken is yes or not left.error):  # its check has the error text
                 return _Path(script, taken.made, pending)
-            branch = taken.branch  # a run with this script would end there
+            branch = taken.branch  # a run with this script would stop at this branch
         elif like is None and len(script.at_lines) < _MOST_LINES:
             pending = pending or branch
             script = script.with_line(branch.line, ALWAYS)
@@ -153,7 +153,7 @@ def _open_path(capture: Callable[[Outcomes], RunResult], like: Outcomes | None) 
 
 
 class _Variants:
-    """Runs that differ in the outcomes at the lines of a script alone."""
+    """Runs that differ only in the outcomes at the lines of a script."""
 
     def __init__(self, capture: Callable[[Outcomes], RunResult], path: _Path) -> None:
         self._capture = capture
@@ -162,7 +162,7 @@ class _Variants:
         self._runs = {tuple(path.script.at_lines.values()): path.run}
 
     def run(self, outcomes: Sequence[tuple[bool, bool]]) -> RunResult:
-        """The run with these outcomes at the lines, or one that has another outcome only where it has no branch."""
+        """Return a run with these outcomes; at a line where the run met no branch, the outcome may differ."""
         key = tuple(outcomes)
         for given, run in self._runs.items():
             pairs = zip(self.lines, given, key, strict=True)
@@ -174,7 +174,7 @@ class _Variants:
 
 
 def _of_any_outcome(variants: _Variants) -> RunResult | None:
-    """One of the runs with all combinations of outcomes at the lines, whose graph holds for all of them, if any does."""
+    """Return a run whose graph is valid for every combination of outcomes at the lines; None if there is none."""
     runs = [
         variants.run(outcomes) for outcomes in itertools.product((ALWAYS, NEVER), repeat=len(variants.lines))
     ]
@@ -185,9 +185,9 @@ def _of_any_outcome(variants: _Variants) -> RunResult | None:
 
 
 def _of_most(variants: _Variants, alternating: bool) -> RunResult:
-    """The run that does most after the branches at each line, if leaving that out makes no difference; else UnprovedError.
+    """Return the run with the larger body at each line, if skipping these bodies makes no difference; else UnprovedError.
 
-    With `alternating`, a run that does it every other time must agree, too, as one part may lead to another.
+    With `alternating`, a run that skips every other body must agree too, because one body may lead to another.
     """
     run, lines = variants.run, variants.lines
     most = [ALWAYS] * len(lines)
@@ -204,7 +204,7 @@ def _of_most(variants: _Variants, alternating: bool) -> RunResult:
     for position, line in enumerate(lines):
         always = most[position][0]
         fewer, every_other = (not always, not always), (not always, always)
-        # Whatever the outcomes at the other lines are.
+        # For all combinations of outcomes at the other lines.
         others = [(ALWAYS, NEVER) if other != position else (most[position],) for other in range(len(lines))]
         pairs = [
             (made if list(outcomes) == most else run(outcomes), replaced(outcomes, position, fewer))
@@ -223,9 +223,9 @@ def _of_most(variants: _Variants, alternating: bool) -> RunResult:
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """Where an outcome leads, before any other branch: to an error of the model's own, or where nothing can be captured ("").
+    """The result of one outcome of a branch: an `error`, the next `branch`, or a complete run in `made`.
 
-    Else to the next branch, or through.
+    The error is the text of the model's own error, or "" if this side cannot be captured.
     """
 
     error: str | None = None
@@ -236,7 +236,7 @@ class _Side:
 def _sides(
     capture: Callable[[Outcomes], RunResult], script: Outcomes, branch: DataDependentBranch
 ) -> tuple[_Side, _Side]:
-    """Where the outcomes False and True of a branch lead; a loop is not looked into, since its body may run always."""
+    """Try the outcomes False and True of a branch; a loop is not tried, because its body may always run."""
     if isinstance(branch, DataDependentLoop):
         return _Side(), _Side()
     no = _side(capture, script, branch, Outcome(False))
@@ -246,7 +246,7 @@ def _sides(
 def _side(
     capture: Callable[[Outcomes], RunResult], script: Outcomes, branch: DataDependentBranch, last: Outcome
 ) -> _Side:
-    """Where `last`, the outcome of `branch` after those of the script, leads."""
+    """Try `last`, an outcome of `branch`, after the outcomes of the script."""
     try:
         return _Side(made=capture(script.and_then(last)))
     except DataDependentBranch as following:
@@ -255,19 +255,19 @@ def _side(
         if (error := _model_error(failure, last)) is not None:
             return _Side(error)
         if last.asked and isinstance(branch, NumberBranch):
-            return _Side("")  # the check says that the graph does not go there
+            return _Side("")  # a check excludes this side
     return _Side()
 
 
 def _model_error(failure: TraceError, last: Outcome) -> str | None:
-    """The error that the model raises after the last outcome of a script; None where it is another one, or comes before."""
+    """Return the text of the model's own error after the outcome `last`; None for another error, or an earlier one."""
     error = failure.__cause__
     of_model = error is not None and last.asked and is_model_error(error)
     return f"{type(error).__name__}: {error}" if of_model else None
 
 
 class _BothSides:
-    """A run for each outcome of each branch, joined to one graph."""
+    """Makes a run for each outcome of each branch, and joins the runs into one graph."""
 
     def __init__(
         self,
@@ -275,12 +275,12 @@ class _BothSides:
         known: dict[tuple[bool, ...], Outcome | None],
     ) -> None:
         self._capture = capture
-        # After some outcomes, the only one of the next branch that does not raise; None where neither does.
+        # By sequence of outcomes, the only outcome of the next branch that does not raise; None if neither raises.
         self._known = known
         self._left = _MOST_JOINED
 
     def settled(self, script: Outcomes) -> RunResult:
-        """A graph for all that follows the outcomes of a script. Each comes once: `join` writes into the graphs of its runs."""
+        """Return one graph for all that follows the outcomes of a script. Use it once: `join` writes into its graphs."""
         before = tuple(outcome.answer for outcome in script.settled)
         if before not in self._known:
             self._left -= 1
@@ -307,7 +307,7 @@ class _BothSides:
         return join(yes, no)
 
     def _side(self, script: Outcomes, last: Outcome) -> RunResult | str:
-        """A graph of one side of a branch, or the error that the model raises there."""
+        """Return the graph of one side of a branch, or the error that the model raises there."""
         try:
             return self.settled(script.and_then(last))
         except TraceError as failure:

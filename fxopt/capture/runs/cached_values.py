@@ -1,8 +1,8 @@
-"""Values that a forward keeps for later calls and makes of sizes, constants and weights alone: tables of positions, grids, masks.
+"""Tables that a forward keeps for later calls and computes only from sizes, constants and weights: positions, grids, masks.
 
-The graph makes them anew, which is equal if a call gives the same after any other call as it gives first. Calls are tried one
-after the other at several sizes, on fakes but for what was kept, which is computed. A condition on sizes that a later call
-asks is tried at sizes where it is true and where it is false, other than those at which the state was made.
+The graph computes the tables in each call. This is correct if a call returns the same, whatever calls came before it.
+Sequences of calls are tried at several sizes, on fake tensors; only the kept state has real values. If a later call reads a
+condition on sizes, calls are tried with both outcomes of it, at sizes other than those of the call that made the state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fxopt.errors import TraceError
 from fxopt.memory import storage_of
 from fxopt.objects import tensors_in
 
-# How many calls are tried before the state is taken for one that does not come to rest.
+# After this many calls, the state counts as one that changes with every call.
 _MOST_RUNS = 80
 _NUMBERS = (int, float)
 _MOST_NUMBERS = 4_000_000
@@ -36,18 +36,18 @@ _OTHER = (2, 3, 4, 5, 6, 8, 9, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 256, 448
 _SEARCHED = (*range(1, 1025), *sorted({2**n + d for n in range(11, 13) for d in (-1, 0, 1)}))
 
 Record = Callable[[Request], RunResult]
-# A size for each symbol that is free.
+# A size for each symbol.
 Sizes = Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _State(KeptState):
-    """State that can be compared with that after another call; some of its tensors may share memory, which stand-ins do not."""
+    """The state after a call, to compare it with others. Its tensors may share memory (`shares_memory`); stand-ins never do."""
 
     shares_memory: bool = False
 
     def parts(self) -> dict[Any, Any]:
-        """All that is in it, in a form that can be compared; a tensor that is not known equals any other such."""
+        """Return the whole content in a form that can be compared; all unknown tensors count as equal."""
         describe = SnapshotMaker(
             lambda t: _Content(self.known.get(id(t))),
             lambda size: self.known.get(id(size)),
@@ -61,7 +61,7 @@ class _State(KeptState):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Content:
-    value: torch.Tensor | str | None  # the name of a tensor that was there before
+    value: torch.Tensor | str | None  # a string names a tensor that existed before
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Content):
@@ -77,7 +77,7 @@ class _Content:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """A call that was tried: the graph of it, and what it has left."""
+    """A call that was tried: its run, the evaluation of its graph, and the state that it left."""
 
     made: RunResult
     evaluation: PartialEvaluation
@@ -85,20 +85,20 @@ class _Call:
 
 
 class RepeatedCalls:
-    """Calls of a forward one after the other, `made` being the first one; `record` runs the forward."""
+    """Tries sequences of calls of a forward; `made` is the first call, and `record` runs the forward."""
 
     def __init__(self, made: RunResult, record: Record) -> None:
         self._made, self._record = made, record
         self._runs = 0
         self._first: dict[tuple[int, ...], _Call] = {}
-        # The numbers that each call makes others of.
+        # The numbers that change with each call.
         self._counted: Changes = {}
         self._hints = made.hints()
         self._asked = made.guards_asked()
         self._guards = [*made.guards(), *self._asked]
 
     def check(self) -> None:
-        """Raise TraceError, with the reason, where a call may give something else after another call."""
+        """Raise TraceError, with the reason, if a call may return something else after another call."""
         self._count()
         main, others = self._samples()
         left = [(self._first_call(sizes).state, sizes, main, True) for sizes in main]
@@ -108,7 +108,7 @@ class RepeatedCalls:
         while left:
             state, made_at, samples, crosses = left.pop(0)
             tried = list(samples)
-            for sizes in tried:  # which grows meanwhile
+            for sizes in tried:  # the loop appends to this list
                 after = self._call(sizes, state)
                 if not self._first_call(sizes).evaluation.same(after.evaluation):
                     raise TraceError("a later call computes something else with it")
@@ -123,7 +123,7 @@ class RepeatedCalls:
                     )
 
     def _count(self) -> None:
-        """Find the numbers that are others after a second call: later calls may only count them further."""
+        """Find the numbers that a second call changes again: later calls may use them only to count further."""
         if any(type(value) in _NUMBERS for value in self._made.changes.values()):
             first = self._first_call(self._hints).state
             again = self._call(self._hints, first).state.changes
@@ -132,7 +132,7 @@ class RepeatedCalls:
             self._first.clear()
 
     def _untried(self, after: RunResult, sizes: Sizes, tried: list[Sizes], made_at: Sizes) -> list[Sizes]:
-        """Sizes on the side of a condition where none is `tried`, if a later call asks it, and the first one does not."""
+        """Find sizes for the untried outcomes of each condition that a later call reads and the first call does not."""
         found: list[Sizes] = []
         for guard in guards_of(after.relied_on(), translation(self._made, after, {})):
             if guard in self._guards or not set(guard.symbols) <= self._hints.keys():
@@ -148,7 +148,7 @@ class RepeatedCalls:
         return found
 
     def _samples(self) -> tuple[list[Sizes], list[Sizes]]:
-        """The example's sizes, longer and shorter ones; and sizes of which one alone is another one."""
+        """Return the example's sizes, all of them longer, and all 1; also sizes that differ from the example in one symbol."""
         main: list[Sizes] = [self._hints]
         for factor in _LONGER if self._hints else ():
             longer = {symbol: size * factor for symbol, size in self._hints.items()}
@@ -170,7 +170,7 @@ class RepeatedCalls:
         return all(guard.holds(sizes) for guard in self._guards)
 
     def _is_possible(self, sizes: Sizes) -> bool:
-        """Tell whether the forward takes these sizes, which its guards may exclude: graphs are captured at sizes of 1, too."""
+        """Tell whether the forward accepts these sizes, even if its guards exclude them, as they often exclude sizes of 1."""
         if not all(guard.holds(sizes) for guard in self._asked):
             return False
         try:
@@ -180,12 +180,12 @@ class RepeatedCalls:
         return True
 
     def _numbers(self, sizes: Sizes) -> int:
-        """How many numbers the inputs hold at these sizes, at most."""
+        """Return an upper bound for the count of numbers in the inputs at these sizes."""
         factor = math.prod(max(1, size // max(1, self._hints[symbol])) for symbol, size in sizes.items())
         return factor * sum(tensor.numel() for tensor in tensors_in(self._made.request.inputs))
 
     def _first_call(self, sizes: Sizes) -> _Call:
-        """A call of the model as the user gave it."""
+        """Return the call of the model in the user's state, at these sizes."""
         key = tuple(sizes[symbol] for symbol in self._hints)
         if key not in self._first:
             self._first[key] = self._call(sizes, None)
@@ -208,14 +208,14 @@ class RepeatedCalls:
 
 
 def _left(made: RunResult, evaluation: PartialEvaluation, earlier: _State | None, counted: Changes) -> _State:
-    """The state after a call."""
-    # A tensor in the place of an earlier one is no change that can be seen.
+    """Return the state after a call."""
+    # A tensor that replaces an earlier one is not visible as a change.
     keys = made.changes.keys() | (earlier.changes.keys() if earlier else set())
     left = {key: counted.get(key, made.state.get(key)) for key in sorted(keys)}
     snapshots = [value for value in left.values() if isinstance(value, Snapshot)]
     sizes = [size for value in snapshots for size in value.sizes if isinstance(size, SymbolicNumber)]
     tensors = {id(tensor): tensor for value in snapshots for tensor in value.tensors}
-    # What it has written is what was computed.
+    # The value of a written tensor is the computed one.
     written = {id(tensor) for tensor in made.written.outside}
     own = {key: value for key, value in made.own.items() if id(value) not in written}
     values = {key: evaluation.known(tensor) for key, tensor in tensors.items() if key not in own}

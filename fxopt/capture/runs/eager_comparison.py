@@ -1,6 +1,6 @@
-"""The net under a capture: the model and its graph both run on the example inputs, twice, and must give the same.
+"""The final test of a capture: the model and its graph both run on the example inputs, twice, and must agree.
 
-The second call is for state: a counter that stands still in a graph is right in the first one.
+The second call tests state: a counter that the graph does not advance is still correct in the first call.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from fxopt.errors import GuardError, TraceError
 
 _CALLS = 2
 
-# Undoes what a run does to state outside of the model, at the end of a block.
+# Undoes at the end of a block what a run did to state outside of the model.
 Restored = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def check_against_eager(
     traced: TracedModule, request: Request, written: Written, restored: Restored, tables: Collection[str]
 ) -> None:
-    """Raise TraceError where the graph computes something else than the model on the example inputs.
+    """Raise TraceError if the graph and the model compute different results on the example inputs.
 
-    A model that raises on them, or does not repeat itself under one state of the random generators, cannot be judged: a warning
-    says so. What is `written` of the user's tensors is copied, and `restored` undoes what a run does outside of the model; `tables`
-    are buffers that the model keeps and the graph makes anew.
+    If the model raises on them, or returns two results from the same random state, a comparison is not possible and a warning
+    says why. The user's tensors in `written` are copied, and `restored` undoes what a run does outside of the model. `tables`
+    are buffers that the model keeps and the graph computes in each call.
     """
     if not _is_real(request):
         return
@@ -65,10 +65,10 @@ class _Comparison:
     tables: Collection[str]
 
     def check(self) -> str | None:
-        """Compare call by call; the reason if it could not be done.
+        """Compare call by call; return the reason if that is not possible.
 
-        First condensed, in little more memory than a run takes. Where no backward follows, what it needs of the forward is
-        dropped, unless the forward computes gradients itself.
+        The first attempt condenses large tensors and, if no backward follows, drops the tensors that autograd saves: it needs
+        little more memory than a run. If results differ, the next attempts keep the saved tensors, then also all numbers.
         """
         kept, dropped = contextlib.nullcontext(), saved_tensors_hooks(lambda tensor: None, lambda none: none)
         for condensed, saved in ((True, dropped), (True, kept), (False, kept))[self._gradients() :]:
@@ -84,7 +84,7 @@ class _Comparison:
             return f"the model raises {named(error)}"
         error = found[number].error
         if isinstance(error, GuardError) and drawn and self.request.specialize:
-            return None  # decided by random numbers, which are others now
+            return None  # random numbers decide, and they are different in this run
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             return f"the graph raises {named(error)}"
         again = self._calls(self.request.model, condensed=False)
@@ -93,7 +93,7 @@ class _Comparison:
         raise self._error(differs, number, found[number])
 
     def _calls(self, module: torch.nn.Module, condensed: bool) -> list[Outcome]:
-        """The outcomes of a new copy, up to one that raises."""
+        """Call a new copy of a module; return the outcomes, up to the first one that raises."""
         twin, outcomes = Twin(module, self.written), list[Outcome]()
         while len(outcomes) < _CALLS and all(outcome.error is None for outcome in outcomes):
             outcomes.append(self._outcome(twin, condensed))
@@ -102,7 +102,7 @@ class _Comparison:
     def _outcome(
         self, twin: Twin, condensed: bool = False, function: Callable[..., Any] | None = None
     ) -> Outcome:
-        """One call, by `function` where it is not that of the module itself."""
+        """Make one call of `function`; by default, of the module itself."""
         examples = copy_inputs(self.request.inputs)
         self.randomness.rewind()
 

@@ -1,6 +1,6 @@
 """The results of one call of a model: outputs, inputs, buffers, gradients; and where two calls differ.
 
-An outcome holds no tensor that has a history, so that the activations of a run are gone before the next one.
+An outcome contains no tensor with an autograd history, so that the activations of a run are freed before the next run.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fxopt.objects import attributes, is_open, tensors_in
 from fxopt.outputs import plain, strides_of
 from fxopt.torch_internals import storage_identity
 
-# Condensed are tensors of so many numbers, a block to one number, a part at a time.
+# A tensor of at least _LARGE numbers is condensed: each block of _BLOCK numbers to one, _PART numbers at a time.
 _LARGE, _BLOCK, _PART = 2**12, 2**6, 2**18
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The results of a call, or the error that it raised; that of backward where gradients were asked for.
+    """The results of a call, or the error that it raised; `gradient_error` is an error of its backward.
 
-    `contents` has by kind ("output", "input", "buffer NAME", "gradient of") the places in the value with what is there, and
-    `shared` for each tensor in inputs and output the first one that has the same memory.
+    `contents` has by kind ("output", "input", "buffer NAME", "gradient of") the places in the value with their contents.
+    `shared` has for each tensor in inputs and output the number of the first tensor in the same memory.
     """
 
     contents: dict[str, list[tuple[str, Content]]]
@@ -39,7 +39,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """The compared parts of one value; the numbers of two tensors may be apart by `limit`, relative to the largest."""
+    """The compared parts of one value; the numbers of two tensors may differ by `limit`, relative to the largest number."""
 
     kind: type
     traits: dict[str, Any]
@@ -55,7 +55,7 @@ def outcome_of(
     gradients: bool,
     condensed: bool,
 ) -> Outcome:
-    """Call a model or a graph, and in training its backward; `condensed` keeps a small part of the numbers of large tensors."""
+    """Call a model or a graph, with backward if `gradients`; if `condensed`, keep only sums of blocks of large tensors."""
     gradient_error = None
     try:
         values = {"output": call(examples.values), "input": examples.values}
@@ -71,13 +71,13 @@ def outcome_of(
 
 
 def difference(expected: Outcome, found: Outcome) -> str | None:
-    """The first thing in which an outcome is not as expected, in words; None where there is none."""
+    """Describe the first difference between the expected outcome and the found one; None if they agree."""
     if error := expected.error or found.error:
         return f"raises {named(error)}"
     if expected.gradient_error is None and found.gradient_error is not None:
         return f"backward, which raises {named(found.gradient_error)}"
     for kind, left in expected.contents.items():
-        # Where kinds and entries agree so far, the places do.
+        # As long as kinds and entries agree, the places agree.
         right = found.contents.get(kind) or contents_of(None, condensed=False)
         for (where, one), (_, other) in zip(left, right, strict=False):
             if (what := _content_difference(one, other)) is not None:
@@ -88,14 +88,14 @@ def difference(expected: Outcome, found: Outcome) -> str | None:
 
 
 def named(error: Exception) -> str:
-    """An error in one line."""
+    """Return an error as one line of text."""
     return error_text(error).splitlines()[0].removesuffix(": ")
 
 
 def _gradients(output: Any, examples: Examples, module: torch.nn.Module) -> dict[str, Any]:
-    """The gradients of a random sum of all outputs, without a trace in any `.grad`."""
+    """Return the gradients of a random sum of all outputs; no `.grad` changes."""
     outputs = [t for t in {id(t): t for t in tensors_in(output)}.values() if t.requires_grad]
-    # A copied TorchScript module has parameters of its own beside those that Python sees: they are not compared.
+    # A copied TorchScript module has parameters other than those that Python sees: they are not compared.
     scripted = [m for m in module.modules() if isinstance(m, torch.jit.ScriptModule)]
     apart = {id(p) for m in scripted for p in m.parameters()}
     named: dict[str, torch.Tensor] = {
@@ -111,7 +111,7 @@ def _gradients(output: Any, examples: Examples, module: torch.nn.Module) -> dict
 
 
 def contents_of(value: Any, condensed: bool, where: str = "") -> Iterator[tuple[str, Content]]:
-    """The places in a value and what is there, from the outside in."""
+    """Yield the places in a value and their contents, from the outside in."""
     parts = _parts(value)
     if isinstance(value, torch.Tensor):
         yield where, _of_tensor(value, condensed)
@@ -127,7 +127,7 @@ def contents_of(value: Any, condensed: bool, where: str = "") -> Iterator[tuple[
 def _of_tensor(tensor: torch.Tensor, condensed: bool) -> Content:
     numbers = plain(tensor.detach())
     rounded = numbers.is_floating_point() or numbers.is_complex()
-    # Half the digits of a dtype: other kernels, or other runs, add in another order.
+    # Half the digits of a dtype, because other kernels or other runs may add in another order.
     limit = torch.finfo(numbers.dtype).eps ** 0.5 if rounded else 0.0
     traits = {name: getattr(tensor, name) for name in ("dtype", "layout", "device")}
     traits |= {"shape": tuple(tensor.shape), "strides": strides_of(tensor)}
@@ -139,7 +139,7 @@ def _of_tensor(tensor: torch.Tensor, condensed: bool) -> Content:
 
 
 def condensed_numbers(numbers: torch.Tensor) -> torch.Tensor:
-    """A random sum of each block of numbers, which differs where one of them does."""
+    """Return a random weighted sum of each block of numbers; the sum differs if a number differs."""
     flat = torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers
     flat = flat.flatten().view(torch.int32) if flat.dtype is torch.int64 else flat.flatten()
     wide = torch.float32 if flat.device.type == "mps" else torch.float64
@@ -167,7 +167,7 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 
 def _content_difference(left: Content, right: Content) -> str | None:
     if left.kind is not right.kind:
-        # A branch that is taken always may bring gradients, of 0.
+        # A branch that always runs in the graph may add gradients of 0.
         added = left.kind is type(None) and right.numbers is not None and not bool(right.numbers.any())
         return None if added else f"is a {right.kind.__name__}, not a {left.kind.__name__}"
     for name, expected in left.traits.items():
@@ -191,7 +191,7 @@ def _same_numbers(left: torch.Tensor, right: torch.Tensor, limit: float) -> bool
 
 
 def _sharing(values: Any) -> list[int]:
-    """For each tensor, the first one that has the same memory."""
+    """Return for each tensor the number of the first tensor in the same memory."""
     first: dict[Any, int] = {}
     return [
         first.setdefault(storage_identity(t.untyped_storage()) if t.layout is torch.strided else id(t), n)

@@ -1,4 +1,4 @@
-"""Compares two runs of one forward: does the graph of one compute what that of the other does, under which guards?"""
+"""Compares two runs of one forward: whether their graphs compute the same, and under which guards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fxopt.capture.runtime.size_guards import SizeGuard
 
 
 def equivalent(capture: RunResult, other: RunResult) -> bool:
-    """Tell whether the graph of a capture computes what that of `other` does, which was made with other answers."""
+    """Tell whether the graph of a capture computes the same as that of `other`, a capture with other outcomes."""
     pairs = paired_calls(capture.graph, other.graph)
     names = matched_unbacked_symbols(pairs)
     if names is None or _assumed_of_numbers(capture, {}) != _assumed_of_numbers(other, names):
@@ -47,7 +47,7 @@ def equivalent(capture: RunResult, other: RunResult) -> bool:
 def subsumes(
     capture: RunResult, other: RunResult, pairs: Pairs, aliases: Mapping[torch.fx.Node, torch.fx.Node]
 ) -> bool:
-    """Tell whether the graph of a capture computes what that of `other` does, of these pairs of calls, and may do more."""
+    """Tell whether the graph of a capture computes all that the graph of `other` does; `pairs` are their common calls."""
     names = matched_unbacked_symbols(pairs)
     if names is None or not _assumed_of_numbers(capture, {}) >= _assumed_of_numbers(other, names):
         return False
@@ -63,7 +63,7 @@ def subsumes(
 
 
 def assumes_all_of(capture: RunResult, other: RunResult, names: dict[Any, Any]) -> bool:
-    """Tell whether a capture has read, assumed and left all that `other` has; `names` has the unbacked sizes that both know."""
+    """Tell whether a capture read, assumed and left all that `other` did; `names` translates the unbacked sizes of `other`."""
     translated = translation(capture, other, names)
     guards = capture.guards()
     own = {symbol: symbol for symbol in names.values()}
@@ -91,14 +91,14 @@ def is_steady_state(capture: RunResult, again: RunResult) -> bool:
 
 
 def size_one_guards(capture: RunResult, other: RunResult, ones: Sequence[Any]) -> list[SizeGuard] | None:
-    """The guards under which a graph holds where the sizes `ones` are 1, as they are in `other`; None if it does not."""
+    """Return the guards under which a graph is valid with the sizes `ones` set to 1, as in `other`; None if it is not."""
     mine, its = _free(capture), _free(other)
     if not its.keys() <= mine.keys():
-        return None  # at these sizes, the forward changes a number that it leaves alone otherwise
+        return None  # at size 1, the forward changes a number that it does not change at other sizes
     if not capture.reads.cover(other.reads):
-        return None  # there, the forward decides on a property that the graph does not check
+        return None  # at size 1, the forward decides on a property that the graph does not check
     if capture.left_out.keys() != other.left_out.keys():
-        return None  # there, the graph would need checks that it does not have
+        return None  # at size 1, the graph would need checks that it does not have
     in_symbols = translation(capture, other, {})
 
     def at_one(expression: Any) -> Any:
@@ -108,7 +108,7 @@ def size_one_guards(capture: RunResult, other: RunResult, ones: Sequence[Any]) -
         return at_one(in_symbols(expression))
 
     in_its = {mine[where]: symbol for where, symbol in its.items()}
-    # Sizes that only the run at 1 has learned to be equal.
+    # Equalities of sizes that only the run at size 1 established.
     learned = [sympy.Eq(at_one(mine[where]), translated(symbol)) for where, symbol in its.items()]
 
     def same_size(one: Any, size: Any) -> bool:
@@ -117,7 +117,7 @@ def size_one_guards(capture: RunResult, other: RunResult, ones: Sequence[Any]) -
             there, other.shape_env.replace(size)
         )
 
-    # `if len(x) != len(positions): positions = positions.expand(len(x), -1)` does nothing at 1, whether it is done or not.
+    # At size 1, `if len(x) != len(positions): positions = positions.expand(len(x), -1)` changes nothing, executed or not.
     idle = {**views_of_same_shape(capture.graph, at_one), **views_of_same_shape(other.graph, translated)}
     if not _same_graph(capture, other, same_size, idle):
         return None
@@ -132,17 +132,17 @@ def size_one_guards(capture: RunResult, other: RunResult, ones: Sequence[Any]) -
 
 
 def size_comparison(capture: RunResult, translated: Callable[[Any], Any]) -> Callable[[Any, Any], bool]:
-    """A function that compares a size of `capture` with one of another capture, which is translated first."""
+    """Return a function that compares a size of `capture` with a size of another capture, after translating the latter."""
     return lambda mine, its: same_expression(capture.shape_env.replace(mine), translated(its))
 
 
 def _free(capture: RunResult) -> dict[tuple[str, int | None], Any]:
-    """The symbol of each free dimension and number."""
+    """Return the symbol of each dynamic dimension and number."""
     return {(free.where, free.dim): free.symbol for free in capture.free.dimensions}
 
 
 def _assumed_of_numbers(capture: RunResult, names: dict[Any, Any]) -> set[Any]:
-    """The conditions on unbacked sizes, and their limits, with other names for their symbols."""
+    """Return the conditions on unbacked sizes and the limits of these sizes, with symbols renamed by `names`."""
     shape_env = capture.shape_env
     asserts = (a for listed in shape_env.deferred_runtime_asserts.values() for a in listed)
     inputs = {free.symbol for free in capture.free.dimensions}
@@ -156,14 +156,14 @@ def _assumed_of_numbers(capture: RunResult, names: dict[Any, Any]) -> set[Any]:
 
 
 def _checked_of_numbers(capture: RunResult, names: dict[Any, Any]) -> set[Any]:
-    """The conditions on unbacked sizes among `names` that the graph checks at its end."""
+    """Return the conditions on the unbacked sizes in `names` that the graph checks at its end, with symbols renamed."""
     asserts = (a for listed in capture.shape_env.deferred_runtime_asserts.values() for a in listed)
     known = names.keys() | {free.symbol for free in capture.free.dimensions}
     return {a.expr.xreplace(names) for a in asserts if a.msg != LEARNED and a.expr.free_symbols <= known}
 
 
 def translation(capture: RunResult, other: RunResult, names: dict[Any, Any]) -> Callable[[Any], Any]:
-    """A function that rewrites a size of `other` in the symbols of `capture`; `names` has unbacked ones with other names."""
+    """Return a function that rewrites a size of `other` in the symbols of `capture`; `names` translates unbacked sizes."""
     mine = _free(capture)
     all_names = names | {symbol: mine[where] for where, symbol in _free(other).items() if where in mine}
     return lambda expression: capture.shape_env.replace(
@@ -172,13 +172,13 @@ def translation(capture: RunResult, other: RunResult, names: dict[Any, Any]) -> 
 
 
 def _same_guards(capture: RunResult, other: RunResult, translated: Callable[[Any], Any]) -> bool:
-    """Tell whether both captures assume the same of the inputs' sizes."""
+    """Tell whether both captures assume the same about the sizes of the inputs."""
     guards = capture.guards()
     return _same_dimensions(capture, other, translated) and guards == guards_of(other.relied_on(), translated)
 
 
 def _same_dimensions(capture: RunResult, other: RunResult, translated: Callable[[Any], Any]) -> bool:
-    """Tell whether both captures found the same of which dimensions are fixed, and which are one."""
+    """Tell whether the same dimensions are static, and the same ones equal, in both captures."""
     mine = {where: capture.shape_env.replace(symbol) for where, symbol in _free(capture).items()}
     return mine == {where: translated(symbol) for where, symbol in _free(other).items()}
 
@@ -186,7 +186,7 @@ def _same_dimensions(capture: RunResult, other: RunResult, translated: Callable[
 def _same_graph(
     capture: RunResult, other: RunResult, same_size: Callable[[Any, Any], bool], idle: Aliases | None = None
 ) -> bool:
-    """Tell whether both graphs make the same calls on the same constants, but for `idle` views."""
+    """Tell whether both graphs make the same calls on the same constants, except for `idle` views."""
     constants, others = capture.constants, other.constants
     pairs = paired_calls(capture.graph, other.graph, idle)
     return same_calls(pairs, same_size, idle) and same_constants(constants, others)

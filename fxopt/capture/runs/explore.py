@@ -41,7 +41,7 @@ from fxopt.objects import tensors_in
 
 
 def capture_graph(request: Request, verify: bool) -> TracedModule:
-    """The forward as a graph module; where it excluded a size of 1, it is captured there as well."""
+    """Capture the forward as a graph module; if its guards exclude a size of 1, capture it at that size as well."""
     outside = ReachableState(request.model, request.layers)
     try:
         with outside.restored():
@@ -70,13 +70,13 @@ assert capture_graph.__name__ == CAPTURE
 
 
 def _settled(request: Request, general: RunResult | None = None) -> RunResult:
-    """A run with the questions on values settled that can be; the graph of `general` is to hold for this one, too."""
+    """Return a run with all branches on values settled; with `general`, in the same way as in that run."""
 
     def modules_at(names: Iterable[str]) -> set[int]:
         return {id(request.model.get_submodule(name)) for name in names}
 
     def record(answers: Outcomes, **changes: Any) -> RunResult:
-        """A run with this script, after what else is to be assumed from now on."""
+        """Run with this script; `changes` modify the request for this run and all later ones."""
         nonlocal request
         if changes:
             kept.clear()
@@ -84,7 +84,7 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
         run = ForwardRun(dataclasses.replace(request, answers=answers))
         try:
             made = run.record()
-            # A layer with other attributes is another one, which no graph calls.
+            # The forward assigns to attributes of these layers, so they cannot be single nodes.
             given = modules_at(name for name, _ in made.assigned) & request.layers
             if given:
                 return record(answers, layers=request.layers - given)
@@ -94,7 +94,7 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
                 assigned = held_alone(made, replaced - request.assigned)
                 try:
                     if not assigned:
-                        if replaced:  # the `state_dict` would have what was there
+                        if replaced:  # the `state_dict` would have the old buffer
                             raise refused_change(min(replaced))
                         return dataclasses.replace(made, keeps_tables=_keeps_tables(made, tried))
                 except TraceError:
@@ -110,12 +110,12 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
                 raise
             return record(answers, changes_inputs=True)
         except OutOfSightError:
-            # A hook may have made it: calls of hooks are recorded where the layer is no leaf.
+            # A hook may have made the call; calls of hooks are recorded if the layer is not a leaf.
             hooked = modules_at(run.recorder.hooked) & request.layers
             if not hooked:
                 raise
             return record(answers, layers=request.layers - hooked)
-        # Such a number counts calls or tokens: it is free, as are the sizes that it counts; in a tensor, it is no constant.
+        # Moved numbers count calls or tokens: they become dynamic, like the sizes that they count. In tensors, they are not constants.
         return record(answers, moving=request.moving | made.moved)
 
     kept = KeptRuns(record)
@@ -141,12 +141,12 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
 
 
 def _leave_out_gradient_mode(made: RunResult) -> None:
-    """Forget that the forward asked whether gradients are recorded, if its graph is the same either way.
+    """Drop the condition on the gradient mode if the graph is the same with and without gradients.
 
-    Models of diffusers ask it before they ask whether to save memory by checkpoints.
+    Models of diffusers read this mode before they read whether activation checkpointing is enabled.
     """
     modes = made.reads.modes_read
-    if "grad" not in modes or "gradients" in made.reads.read_at:  # a mode of which tensors take gradients
+    if "grad" not in modes or "gradients" in made.reads.read_at:  # the mode decides requires_grad
         return
     asked = modes.pop("grad")
     try:
@@ -162,10 +162,11 @@ def _leave_out_gradient_mode(made: RunResult) -> None:
 
 
 def _keeps_tables(made: RunResult, tried: bool) -> bool:
-    """Tell whether later calls read what the forward keeps; TraceError if that could alter what they compute.
+    """Tell whether later calls read state that the forward keeps; TraceError if that could change their results.
 
-    It could not if a second call, from that state, makes the same calls under the same guards and leaves the same state. It may
-    read what depends on sizes, constants and weights alone, which is `tried` at several sizes.
+    State is harmless if a second call, which starts from it, makes the same calls of torch under the same guards and leaves
+    the same state. State made only of sizes, constants and weights may be read: calls at several sizes prove that it is
+    harmless, unless an earlier run has `tried` them.
     """
     if not (made.changes or made.changed_outside):
         return False
@@ -183,7 +184,7 @@ def _keeps_tables(made: RunResult, tried: bool) -> bool:
             _refuse_left_in_containers(made)
         return False
     if made.request.method:
-        _refuse_left_in_containers(made, dict)  # which may be a table
+        _refuse_left_in_containers(made, dict)  # a dict may be a table
     if outside:
         raise outside
     if not tried:
@@ -197,7 +198,7 @@ def _keeps_tables(made: RunResult, tried: bool) -> bool:
 
 
 def _refuse_left_in_containers(made: RunResult, but_for: tuple[type, ...] | type = ()) -> None:
-    """Raise TraceError if the forward leaves a tensor or a dynamic size in a list, dict or object that was there before."""
+    """Raise TraceError if the forward leaves a tensor or a dynamic size in a list, dict or object that existed before."""
     for place, value in made.changes.items():
         kept = isinstance(value, Snapshot) and not isinstance(value.kept, but_for)
         if kept and place not in made.assigned and (value.tensors or value.sizes):
@@ -211,14 +212,14 @@ def _refuse_left_in_containers(made: RunResult, but_for: tuple[type, ...] | type
 
 
 def _origin(made: RunResult, place: tuple[str, str]) -> str:
-    """Say which tensor the forward leaves in a place, with its line; nothing where it is no result of a call."""
+    """Describe the tensor that the forward leaves in a place, with its line; empty if it is not the result of a call."""
     tensors = getattr(made.changes[place], "tensors", ())
     nodes = [node for tensor in tensors if (node := made.made_by(tensor)) is not None]
     return f" The attribute then holds {describe_origin(nodes[0])}." if nodes else ""
 
 
 def _only_counts(made: RunResult) -> bool:
-    """Tell whether all that differs from call to call are numbers of which a call makes the next ones, and nothing else."""
+    """Tell whether only counters differ from call to call: numbers used only to compute their next values."""
     counted = {
         key: Counted(type(value)) for key, value in made.changes.items() if type(value) in (int, float)
     }
@@ -232,12 +233,12 @@ def _only_counts(made: RunResult) -> bool:
 
 
 def _tables(made: RunResult) -> set[str]:
-    """The buffers that no `state_dict` has and that the forward replaces, by name: what later calls read there is equal."""
+    """Return the names of the non-persistent buffers that the forward replaces; later calls read equal values there."""
     return {".".join(place).lstrip(".") for place in replaced_buffers(made, persistent=False)}
 
 
 def _second_call(made: RunResult, changes: Changes) -> RunResult | None:
-    """A run that starts from `changes`; None if it fails, as where it reads tensors and sizes of the call that left them."""
+    """Run the forward from the state `changes`; None if this fails, for example because it reads tensors in that state."""
     request = dataclasses.replace(
         made.request,
         earlier=KeptState(changes, made.own, made.hooks, made.variables, assigned=made.assigned),
@@ -249,16 +250,16 @@ def _second_call(made: RunResult, changes: Changes) -> RunResult | None:
 
 
 def _size_one_alternatives(made: RunResult, guards: list[SizeGuard]) -> list[list[SizeGuard]]:
-    """The guards of further captures, at sizes of 1 that `guards` exclude, which gave the same graph.
+    """Capture again at sizes of 1 that `guards` exclude; return the guards of each capture with the same graph.
 
-    Forwards, and torch's own code, ask whether a size is 1 (for causal masks, broadcasting, strides) where the answer often
-    changes nothing in the graph. Sizes that `dynamic_shapes` says are larger are left out.
+    Forwards and torch itself ask whether a size is 1 (for causal masks, broadcasting, strides), but the answer often does
+    not change the graph. Sizes that are larger according to `dynamic_shapes` are skipped.
     """
     hints = made.hints()
     larger = {
         guard.symbols for guard in made.guards_asked() if not guard.holds(dict.fromkeys(guard.symbols, 1))
     }
-    # Dimensions that carry one name are of size 1 together.
+    # Dimensions with the same name have size 1 together.
     groups: dict[str, tuple[str, ...]] = {}
     for symbol, free in made.free.roots():
         if free.dim is not None:
@@ -272,21 +273,21 @@ def _size_one_alternatives(made: RunResult, guards: list[SizeGuard]) -> list[lis
         if allowed and not all(_holds(guard, hints, ones) for guard in about):
             candidates[ones] = None
     found = [(group, _captured_with_ones(made, group)) for group in candidates]
-    # No guard relates sizes that meet in an index by values alone: those that are equal in the example may be one.
+    # No guard relates sizes that meet only in an index by values: sizes that are equal in the example are tried together.
     failed: dict[int, tuple[str, ...]] = {}
     for group in (group for group, alternative in found if alternative is None):
         failed[hints[group[0]]] = (*failed.get(hints[group[0]], ()), *group)
     joined = [group for group in failed.values() if group not in candidates]
     found += [(group, _captured_with_ones(made, group)) for group in joined]
     held = [group for group, alternative in found if alternative is not None]
-    if len(held) > 1:  # where one alone leads to another graph, so would all of them
+    if len(held) > 1:  # a group that changes the graph by itself is left out
         together = tuple(dict.fromkeys(itertools.chain(*held)))
         found.append((together, _captured_with_ones(made, together)))
     return [alternative for _, alternative in found if alternative is not None]
 
 
 def _equal_to(group: Sequence[str], guards: Sequence[SizeGuard], hints: Mapping[str, int]) -> tuple[str, ...]:
-    """The sizes that are 1 if those of a group are, in order: guards relate them, and they are equal in the example."""
+    """Return the sizes that are 1 if those of `group` are: guards relate them, and they are equal in the example."""
     ones: set[str] = {*group}
     last: set[str] = set()
     values = {hints[symbol] for symbol in group}
@@ -299,12 +300,12 @@ def _equal_to(group: Sequence[str], guards: Sequence[SizeGuard], hints: Mapping[
 
 
 def _holds(guard: SizeGuard, hints: Mapping[str, int], ones: Collection[str]) -> bool:
-    """Tell whether a guard holds for the example where these sizes are 1; one that then means nothing does not."""
+    """Tell whether a guard is true for the example with the sizes `ones` set to 1; False if it cannot be computed."""
     return guard.holds({**hints, **dict.fromkeys(ones, 1)})
 
 
 def _captured_with_ones(made: RunResult, ones: Sequence[str]) -> list[SizeGuard] | None:
-    """The guards under which the graph holds where the sizes `ones` are 1; None if it does not."""
+    """Return the guards under which the graph is valid with the sizes `ones` set to 1; None if it is not valid."""
     symbols = [symbol for symbol, _ in made.free.roots() if str(symbol) in ones]
     narrowed = {(f.where, f.dim) for f in made.free.dimensions if made.shape_env.replace(f.symbol) in symbols}
     request = dataclasses.replace(made.request, at_one=narrowed)
@@ -316,8 +317,8 @@ def _captured_with_ones(made: RunResult, ones: Sequence[str]) -> list[SizeGuard]
         for one, left in ((made, other.changes), (other, made.changes)):
             again = _second_call(one, left)
             if again is None or not is_steady_state(one, again):
-                return None  # the one reads what a call of the other has left
+                return None  # a call of the one reads state that a call of the other left
     try:
         return size_one_guards(made, other, symbols)
     except ZeroDivisionError:
-        return None  # in a size of the general graph, which divides by another
+        return None  # a size of the general graph divides by another size, which is 0 here

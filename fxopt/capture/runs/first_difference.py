@@ -1,4 +1,4 @@
-"""Where a graph and its model part, and why: looked for only when they do."""
+"""Finds where a graph diverges from its model, and why; used only if they differ."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ UNSEEN = (
 def parting_place(
     graph: torch.nn.Module, model: torch.nn.Module, layers: Collection[str], run: Callable[..., Any]
 ) -> str:
-    """The first node whose value the model does not compute, else the first call of the model that no node makes.
+    """Describe the first node whose value the model does not compute, else the first call of the model without a node.
 
-    `run` calls a module under the same conditions each time; both modules are as they were before the call in question.
+    `run` calls a module under the same conditions each time; both modules are in their state before the differing call.
     """
     eager = _EagerValues(model, layers)
     run(eager)
@@ -71,7 +71,7 @@ def parting_place(
 
 
 def likely_cause(difference: str, call: int, agrees_when_exporting: bool) -> str:
-    """The usual reason for such a difference."""
+    """Return the usual cause of such a difference."""
     if call > 1:
         return STATE
     if agrees_when_exporting:
@@ -80,7 +80,7 @@ def likely_cause(difference: str, call: int, agrees_when_exporting: bool) -> str
 
 
 def exporting(call: Callable[[], Any]) -> Any:
-    """Call a function while torch says that a capture is going on."""
+    """Call a function while torch reports that it compiles and exports."""
     with (
         replaced(*IS_COMPILING, True),
         replaced(*IS_EXPORTING, True),
@@ -89,7 +89,7 @@ def exporting(call: Callable[[], Any]) -> Any:
 
 
 class _EagerValues(TorchFunctionMode):
-    """Runs a model, and keeps what its calls of torch give; of a layer only the result."""
+    """Runs a model, and keeps digests of the results of its torch calls; `calls` omits the calls inside layers."""
 
     def __init__(self, model: torch.nn.Module, layers: Collection[str]) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class _EagerValues(TorchFunctionMode):
 
 
 def _digests(value: Any) -> list[Digest]:
-    """Sums that tell tensors apart."""
+    """Return sums that distinguish tensors."""
     with DisableTorchFunction(), torch.no_grad():
         return [_digest(tensor.detach()) for tensor in tensors_in(value)]
 

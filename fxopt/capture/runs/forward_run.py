@@ -47,14 +47,14 @@ from fxopt.capture.runtime.checks import check_value
 from fxopt.capture.runtime.traced_module import BY_FIRST_CALL
 from fxopt.errors import GuardError, TraceError, error_text, raise_of_signal
 
-# A stack with more functions of the model than this is one that does not end.
+# A stack with more frames of the model than this counts as endless recursion.
 _MOST_NESTED = 100
 _SYMBOLIC_SIZES = ("torch.fx.experimental.", "torch.utils._sympy.")
 _DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
 
 
 class ForwardRun:
-    """One run of a model's forward, recorded."""
+    """Runs a model's forward once and records it."""
 
     recorder: Recorder
     placeholders: Placeholders
@@ -64,7 +64,7 @@ class ForwardRun:
         # The real value for each fake input.
         self.examples: dict[int, Any] = {}
         self.shape_env = CaptureShapeEnv()
-        # `export` leaves the number in an input of no dimensions unknown: torch would guess the one of the example.
+        # `export` keeps the number in a 0-dimensional input unknown; otherwise torch would assume the example's number.
         self.fake_mode = CaptureFakeMode(shape_env=self.shape_env, allow_non_fake_inputs=True, export=True)
         self.graph = torch.fx.Graph()
         self.sizes = SizeNodes(self.graph, self.shape_env)
@@ -75,7 +75,7 @@ class ForwardRun:
         self._assigned: list[tuple[str, str]] = []
 
     def record(self) -> RunResult:
-        """Run the forward on fake tensors; the graph is complete but for the guard."""
+        """Run the forward on fake tensors; the graph of the result lacks only the input guard."""
         request, shape_env, known = self.request, self.shape_env, sys.exception()
         request.running.runs += 1
         recorder = self.recorder = self._recorder()
@@ -100,7 +100,7 @@ class ForwardRun:
             changed_outside = surroundings.changed()
             fakes_left = remove_fakes(request, from_caches_alone=True)
             request.running.left_fakes |= bool(fakes_left)
-            # torch keeps each ShapeEnv in its caches for good; it must not keep the model with it.
+            # The caches of torch keep each ShapeEnv forever, so it must not refer to the model.
             self.fake_mode.make_alias = None
             shape_env.location = str
             shape_env.decide = lambda expression: None
@@ -117,7 +117,7 @@ class ForwardRun:
         return result
 
     def _recorder(self) -> Recorder:
-        """Build what records the calls of this run."""
+        """Build the recorder of this run."""
         request = self.request
         shell = FakeModel(
             request.model, self.fake_mode, request.layers, request.earlier, self._refuse_earlier
@@ -144,7 +144,7 @@ class ForwardRun:
         return recorder
 
     def _result(self, recorder: Recorder, changed_outside: dict[str, Any]) -> RunResult:
-        """Collect what the run gave."""
+        """Collect the results of the run."""
         shell, writer, decisions = recorder.shell, recorder.writer, recorder.decisions
         state, written = shell.state(recorder.aliases), shell.written()
         changes, outside = shell.changes(state), set(map(id, written.outside))
@@ -186,11 +186,11 @@ class ForwardRun:
     def _refuse_earlier(self) -> None:
         reason = "the forward reads what an earlier call has left"
         if not hasattr(self, "recorder"):
-            raise TraceError(f"{reason}.")  # as the key of a dict, which is being copied
+            raise TraceError(f"{reason}.")  # while the model is copied: the value is the key of a dict
         self.recorder.fail(reason)
 
     def _fake_inputs(self) -> tuple[list[Any], dict[str, Any]]:
-        """Write the placeholders; the arguments of the forward, with fakes for the examples."""
+        """Write the placeholders and return the arguments of the forward, with fakes for the examples."""
         request = self.request
         self.placeholders = Placeholders(
             self.recorder.writer, self.fake_mode, self.free, request, self.examples
@@ -204,7 +204,7 @@ class ForwardRun:
         if not request.at_one:
             self.free.check_example()
         if self.free.dimensions:
-            # The memo of calls is enough; torch's own, of operators, on free sizes costs more than it saves.
+            # The call cache is enough: with dynamic sizes, torch's own cache of operators costs more than it saves.
             self.fake_mode.cache_enabled = False
         return request.arguments(fakes)
 
@@ -215,13 +215,13 @@ class ForwardRun:
             shapes_config.patch(backed_size_oblivious=True),
             _process_state_kept(),
             self.fake_mode,
-            # Lets torch's C++ operators compute with free sizes in Python where they cannot themselves.
+            # Lets torch's C++ operators compute dynamic sizes in Python if they cannot do so themselves.
             enable_python_dispatcher(),
             patched_torch(recorder, model),
             recorder,
             modes_left(),
         ):
-            decimal.getcontext()  # sets a context variable when it is first asked, as sympy does
+            decimal.getcontext()  # its first call, which sympy may make, sets a context variable
             context = contextvars.copy_context()
             for variable, value in self._variables.items():
                 context.run(variable.set, value)
@@ -229,7 +229,7 @@ class ForwardRun:
             lent = lend_copies(recorder.writer, self.request.assigned)
             method, held = self.request.method, recorder.shell.held_by_name()
             called = getattr(model, method) if method else model
-            # A call of the module names it by itself.
+            # A call of the module enters this scope by itself.
             with recorder.writer.inside("", model) if method else contextlib.nullcontext():
                 result = context.run(_run_forward, called, args, kwargs)
             write_back(recorder, lent, [args, kwargs, result, recorder.shell.outside])
@@ -248,7 +248,7 @@ class ForwardRun:
                 recorder.writer.add_output(result)
 
     def _with_assigned(self, result: Any, held: Mapping[tuple[str, str], Any]) -> Any:
-        """The result of a method, with a tuple of what it has assigned to attributes of the modules."""
+        """Return the result of a method, with a tuple of the values that it assigned to attributes of modules."""
         shell = self.recorder.shell
         if not self.request.method:
             return result
@@ -263,7 +263,7 @@ class ForwardRun:
         return (result, tuple(assigned.values())) if assigned else result
 
     def _check_values(self) -> None:
-        """Write what the forward assumes of numbers that only a run knows, such as the number of nonzeros."""
+        """Write checks of what the forward assumes about numbers known only at runtime, such as a count of nonzeros."""
         for asserts in self.shape_env.deferred_runtime_asserts.values():
             for runtime_assert in asserts:
                 if runtime_assert.msg == LEARNED:
@@ -283,7 +283,7 @@ assert _run_forward.__name__ == RUN_FORWARD
 
 @contextlib.contextmanager
 def _process_state_kept() -> Iterator[None]:
-    """Give back the gradient mode and the default dtype."""
+    """Restore the gradient mode and the default dtype after the block."""
     grad_enabled, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     try:
         yield
@@ -293,7 +293,7 @@ def _process_state_kept() -> Iterator[None]:
 
 
 def _classified(error: Exception, recorder: Recorder) -> Exception:
-    """Give the error to raise for an exception of the forward: an open branch, or a TraceError with the model's line."""
+    """Return the error to raise for an exception of the forward: an open branch, or a TraceError with the model's line."""
     decisions = recorder.decisions
     if decisions.open:
         return decisions.open
@@ -301,12 +301,12 @@ def _classified(error: Exception, recorder: Recorder) -> Exception:
         return error
     if decisions.text_question and isinstance(error, (KeyError, AttributeError)):
         return decisions.text_question
-    # A graph module in the model refuses these inputs.
+    # A GuardError comes from a graph module inside the model, which refuses these inputs.
     return error if _is_own(error) and not isinstance(error, GuardError) else _with_line(error)
 
 
 def _is_own(error: Exception) -> bool:
-    """Tell whether an exception was raised by the capture's own code: a bug here, not something about the model."""
+    """Tell whether the capture's own code raised an exception: a bug of fxopt, not a limit of the model."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, RecursionError):
         called = [code for code in codes if is_model_code(code.co_filename)]
@@ -315,7 +315,7 @@ def _is_own(error: Exception) -> bool:
 
 
 def _raise_caught(recorder: Recorder) -> None:
-    """Raise an error that the forward has caught, or a text of a value: it may have gone another way than with real tensors."""
+    """Raise errors that the forward caught, and decisions on texts: with real tensors, it may take another path."""
     if recorder.decisions.open or recorder.decisions.text_question:
         raise recorder.decisions.open or recorder.decisions.text_question  # type: ignore[misc]
     if recorder.failure or recorder.shape_env.failure:
@@ -323,11 +323,11 @@ def _raise_caught(recorder: Recorder) -> None:
 
 
 def _with_line(error: Any) -> TraceError:
-    """An exception of the forward as a TraceError that names the model's line."""
+    """Return an exception of the forward as a TraceError that names the model's line."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     after = next((i for i, f in enumerate(frames) if f.f_code.co_name == RUN_FORWARD), 0)
     own = [frame for frame in frames[after:] if is_model_code(frame.f_code.co_filename)]
-    # Without a line of the model, it is a layer of torch that fails, under none but other layers of torch.
+    # If no frame is the model's, a layer of torch fails, called only by other layers of torch.
     callers = [frame.f_locals.get("self") for frame in frames[after:] if frame.f_code.co_name == "forward"]
     layer = next((m for m in reversed(callers) if isinstance(m, torch.nn.Module)), None)
     in_layer = "In the forward." if layer is None else f"In {type(layer).__name__}({layer.extra_repr()})."

@@ -1,9 +1,9 @@
 """If-conversion: proves that the body of a data-dependent branch may run unconditionally.
 
-`for expert in hit.nonzero():` and `if mask.any():` lead to writes at some places of a tensor, or to copies that differ there;
-there are none where the answer is the other one. To be shown is that two captures differ by nothing else, that nothing later
-uses what is left out, Python's variables among it, and that it writes only where an index or a mask says. The graph checks
-that these are empty whenever the forward would have left it out.
+The body of `for expert in hit.nonzero():` or `if mask.any():` writes selected elements of a tensor, or of a copy of it. If the
+model skips the body, no element is selected. The proof shows that two captures differ only in the bodies, that nothing later
+uses a value or a Python variable of a body, and that an index or a mask selects the elements of each write. The graph checks
+that this selection is empty whenever the model would skip the body.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fxopt.capture.runs.run_result import RunResult, UnprovedError
 
 
 def if_convert(run: RunResult, other: RunResult, line: str) -> RunResult:
-    """`run`, with checks in `left_out`, if its graph holds for `other`, which leaves something out after branches at a line."""
+    """Return `run`, with checks in `left_out`, if its graph is also valid for `other`, which skips bodies at `line`."""
     mine, its = run.branches[line], other.branches[line]
     if len(mine) != len(its):
         raise UnprovedError("the two outcomes lead to different numbers of branches at this line")
@@ -38,7 +38,7 @@ def if_convert(run: RunResult, other: RunResult, line: str) -> RunResult:
         raise UnprovedError("what follows one branch depends on another one")
     opposite = all(a.answer != b.answer for a, b in both)
     if opposite and not all(same_state(a.state, b.state) for a, b in both):
-        # Python counts what is left out, or keeps it for a later time.
+        # Python counts in the body, or stores a value of the body for later.
         raise UnprovedError("the body of the branch changes variables of Python")
     if _draws(mine, run) != _draws(its, other):
         raise UnprovedError("the body of the branch draws random numbers")
@@ -52,7 +52,7 @@ def if_convert(run: RunResult, other: RunResult, line: str) -> RunResult:
 def _aligned(
     calls: Sequence[torch.fx.Node], others: Sequence[torch.fx.Node], questions: Sequence[torch.fx.Node]
 ) -> tuple[Pairs, list[list[torch.fx.Node]]] | None:
-    """The pairs of calls from the same lines, and for each branch what follows it in `calls` alone; None if other calls differ."""
+    """Pair the calls of equal lines, and collect after each branch the calls only in `calls`; None if other calls differ."""
     pairs: list[tuple[torch.fx.Node, torch.fx.Node]] = []
     bodies: list[list[torch.fx.Node]] = []
     left = list(reversed(others))
@@ -69,6 +69,6 @@ def _aligned(
 
 
 def _draws(asked: Sequence[BranchAtLine], run: RunResult) -> list[int]:
-    """How often random numbers were drawn after each branch and before the next one."""
+    """Count the draws of random numbers after each branch and before the next one."""
     counts = [*(question.drawn for question in asked), run.drawn]
     return [after - before for before, after in itertools.pairwise(counts)]

@@ -1,7 +1,7 @@
 """Fake tensors that a forward has left in the process: in a cache of a function, in a dict, in an attribute.
 
-The model would compute with them from then on, outside of the capture. Looked through is what the code that ran can reach
-by name: `ReachableState` compares the state of some of it before and after; here it is enough that a fake is there now.
+After the capture, the model would compute with them. The search covers everything that the executed code can reach by name.
+`ReachableState` compares part of this state before and after a run; here, only fakes that exist now matter.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _WRAPPERS = (
     *(types.MethodType, types.CellType, functools.partial, weakref.ref),
     *(staticmethod, classmethod, property),
 )
-# Through how many functions that were not seen to run names are followed.
+# Names are followed through at most this many functions that were not seen to run.
 _DEPTH = 2
 
-# Something that is held, where, and how to take it away; None where Python cannot.
+# A value, its place in words, and a function that removes it; None if Python cannot remove it.
 _Entry = tuple[Any, str, Callable[[], Any] | None]
 
 
 def remove_fakes(request: Request, from_caches_alone: bool = False) -> list[str]:
-    """Empty each `functools.lru_cache` that holds a fake tensor or size; take away those that are elsewhere, and say where."""
+    """Clear each `functools.lru_cache` with fakes; return the places of other fakes, removed unless `from_caches_alone`."""
     found = []
-    seen: dict[int, Any] = {}  # held, so that none leaves its identity to another
+    seen: dict[int, Any] = {}  # keeps the values alive, so that no id is reused
     left: list[tuple[_Entry, int]] = [(entry, 0) for entry in _roots(request)]
     while left:
         (value, where, remove), depth = left.pop()
@@ -64,11 +64,11 @@ def remove_fakes(request: Request, from_caches_alone: bool = False) -> list[str]
 def _roots(request: Request) -> Iterator[_Entry]:
     for held in (value for module in request.model.modules() for value in vars(module).values()):
         if isinstance(held, weakref.ref) and not isinstance(held(), torch.nn.Module):
-            # No copy has its own.
+            # A copy of the model refers to the same object.
             yield held, f"a {type(held()).__qualname__} to which the model refers", None
     for function, known in request.running.functions.items():
         yield from _named(set(function.co_names), known)
-        # The function itself, which may be under a cache; it is there by its name, if it is no local one.
+        # The function itself, which a cache may wrap; a local function cannot be found by its name.
         owner, *path = function.co_qualname.split(".")
         value = known.get(owner)
         for name in path:
@@ -77,7 +77,7 @@ def _roots(request: Request) -> Iterator[_Entry]:
 
 
 def _named(names: set[str], known: dict[str, Any]) -> Iterator[_Entry]:
-    """The globals that code names, and what it may read of those that are modules."""
+    """Yield the globals that code names, and the attributes that it may read of those that are Python modules."""
     module = known.get("__name__")
     for name in names & known.keys():
         value = known[name]
@@ -98,13 +98,13 @@ def _of_function(function: types.FunctionType) -> Iterator[_Entry]:
 
 
 def _entries(value: Any, where: str) -> Iterator[_Entry]:
-    """The values that a container, a class or an object holds."""
+    """Yield the values in a container, a class or an object."""
     if isinstance(value, type):
         for name, held in list(vars(value).items()):
             yield held, f"{name!r} of {value.__qualname__}", functools.partial(delattr, value, name)
         return
     if isinstance(value, dict):
-        for key, held in list(dict.items(value)):  # one of a class of its own may import what it gives
+        for key, held in list(dict.items(value)):  # the `items` of a subclass may import modules
             yield held, where, functools.partial(dict.pop, value, key, None)
         return
     if isinstance(value, _SEQUENCES):
@@ -119,7 +119,7 @@ def _entries(value: Any, where: str) -> Iterator[_Entry]:
     if type(attributes) is dict:
         for name, held in list(attributes.items()):
             yield held, f"{name!r} of a {type(value).__qualname__}", functools.partial(delattr, value, name)
-    for held in gc.get_referents(value):  # slots, and what is written in C
+    for held in gc.get_referents(value):  # slots, and attributes of types written in C
         if held is not attributes and held is not type(value):
             yield held, where, None
 
@@ -138,7 +138,7 @@ def _is_fake(value: Any) -> bool:
 
 
 def _is_foreign(value: Any) -> bool:
-    """Tell whether a value is no part of a model: a constant, a tensor, or of a package such as torch."""
+    """Tell whether a value does not belong to a model: a Python module, a tensor, code, or part of a package such as torch."""
     if isinstance(value, (dict, *_SEQUENCES, *_WRAPPERS)):
         return False
     if isinstance(value, (types.ModuleType, torch.Tensor, types.CodeType)):

@@ -1,7 +1,7 @@
 """State that the code of a model reaches by name outside of its modules: globals, closures, defaults, attributes of classes.
 
-It is compared before and after a forward, which may count there; what stands behind functions in C is out of sight. Modules that
-are reached so count as well: the forward runs on a copy of the model, and they are the user's own.
+The state is compared before and after a forward, which may change it; state behind C functions is not visible. Modules reached
+in this way count as well: the forward runs on a copy of the model, but these modules are the user's own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ABSENT = object()
 
 @dataclasses.dataclass(frozen=True)
 class _Scope:
-    """Where names are looked up, in words, with what is there; `write` and `remove` change what a name stands for."""
+    """A namespace: its `place` in words, and functions to `read` its names and values, and to `write` and `remove` a name."""
 
     place: str
     read: Callable[[], Mapping[str, Any]]
@@ -48,7 +48,7 @@ class _Scope:
 class ReachableState:
     """The values that the recorded forwards of a model, and the functions and classes that they name, can reach.
 
-    With `uncached`, functions under `functools.lru_cache` become those that they cache, until `restored` ends.
+    With `uncached`, the functions inside `functools.lru_cache` replace the cached ones until `restore` runs.
     """
 
     def __init__(self, model: torch.nn.Module, layers: Collection[int], uncached: bool = False) -> None:
@@ -73,7 +73,7 @@ class ReachableState:
         self._contents = [(holder, copy.copy(holder)) for holder in held]
 
     def changed(self) -> dict[str, bool]:
-        """Describe what is not as it was when this was made, and tell whether there is a tensor in it now."""
+        """Return all changes since this object was created, in words, each with whether a tensor or a size is there now."""
         now = self._values()
         changed = {key for key in self._before.keys() | now.keys() if self._before.get(key) != now.get(key)}
         return {
@@ -84,14 +84,14 @@ class ReachableState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the state in the end, also after an error."""
+        """Restore the state at the end of the block, also after an error."""
         try:
             yield
         finally:
             self.restore()
 
     def restore(self) -> None:
-        """Give names what they stood for when this was made, and all lists, dicts, sets and objects behind them what was in them."""
+        """Restore the initial values of all names, and the contents of the lists, dicts, sets and objects in these values."""
         for holder, before in self._contents:
             if _identities(holder) != _identities(before):
                 holder.clear()
@@ -114,7 +114,7 @@ class ReachableState:
         }
 
     def _modules(self, values: Mapping[tuple[int, str], Snapshot]) -> dict[torch.nn.Module, str]:
-        """The modules in these values that have not been seen, with their places in words."""
+        """Return the modules in these values that are new, with their places in words."""
         return {
             module: f"the {type(module).__qualname__} in {name!r} of {self._scopes[number].place}"
             for (number, name), value in values.items()
@@ -136,7 +136,7 @@ class ReachableState:
                 self._follow(value, _attributes(cls))
 
     def _follow(self, value: Any, methods: Mapping[str, Any]) -> None:
-        """Add what a function or class holds, and what a function names in turn: globals, or one of its class's methods."""
+        """Add the state of a function or class, and follow what a function names: globals, and methods of its class."""
         if isinstance(value, _METHODS):
             value = value.fget if isinstance(value, property) else value.__func__
         if isinstance(value, functools._lru_cache_wrapper):
@@ -184,7 +184,7 @@ class ReachableState:
             self._follow(held, methods)
 
     def _add_names(self, known: dict[str, Any], names: set[str]) -> None:
-        """Add these names of a module of Python."""
+        """Add these names of a Python module."""
         if id(known) not in self._names:
             used = self._names[id(known)] = set()
             named = lambda: {name: known[name] for name in used & known.keys()}  # noqa: E731
@@ -195,12 +195,12 @@ class ReachableState:
 
 
 def _attributes(cls: type) -> dict[str, Any]:
-    """The attributes of a class, inherited ones among them."""
+    """Return the attributes of a class, including inherited ones."""
     return {name: value for base in cls.__mro__[::-1] for name, value in vars(base).items()}
 
 
 def _uncached(value: Any) -> Any:
-    """The function under `functools.lru_cache`, also as a static method."""
+    """Return the function inside `functools.lru_cache`, also inside a static method."""
     if isinstance(value, staticmethod):
         plain = _uncached(value.__func__)
         return value if plain is value.__func__ else staticmethod(plain)
@@ -208,7 +208,7 @@ def _uncached(value: Any) -> Any:
 
 
 def refused_outside(change: str) -> TraceError:
-    """The error for state outside of the model that a later call would read."""
+    """Return the error for state outside of the model that a later call would read."""
     return TraceError(
         f"the forward changes {change}: state outside of the model that differs from call to call, such as a counter or "
         "a generator of random numbers, cannot live in a graph. Give it as an input, or make the module that does this a "
@@ -217,7 +217,7 @@ def refused_outside(change: str) -> TraceError:
 
 
 def _holders(names: Any) -> list[Any]:
-    """The lists, dicts and the like in a value, and in what is in them; those that hold the attributes of objects, too."""
+    """Return the lists, dicts, sets and attribute dicts of objects in a value, nested ones included."""
     found: dict[int, Any] = {}
     left = [names]
     while left:
@@ -233,18 +233,18 @@ def _holders(names: Any) -> list[Any]:
 
 
 def _items(holder: Any) -> list[Any]:
-    """The values in a list, dict or the like; the keys of a dict as well."""
+    """Return the values in a list, dict or set, and the keys of a dict."""
     return [*holder, *(holder.values() if isinstance(holder, dict) else ())]
 
 
 def _identities(holder: Any) -> list[int]:
-    """The identities of the objects in it."""
+    """Return the identities of the objects in a list, dict or set."""
     identities = map(id, _items(holder))
     return sorted(identities) if isinstance(holder, set) else list(identities)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """The names of globals and attributes in code, and in the functions that are defined in it."""
+    """Yield the names of globals and attributes in code, and in the functions that are defined in it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -252,12 +252,12 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _cells(function: types.FunctionType) -> dict[str, Any]:
-    """The variables of the functions around a function."""
+    """Return the closure cells of a function by variable name."""
     return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
 def _held(function: types.FunctionType) -> dict[str, Any]:
-    """The values that a function holds: variables of the functions around it, and defaults."""
+    """Return the values that a function holds: closure variables and defaults."""
     cells = _cells(function).items()
     held = {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
     held |= {f"default {n}": value for n, value in enumerate(function.__defaults__ or ())}

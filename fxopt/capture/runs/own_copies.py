@@ -1,4 +1,4 @@
-"""Copies of a model, of its graph and of inputs, which can be run without a trace in those of the user."""
+"""Copies of a model, its graph and inputs, to run them without side effects on the user's objects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Twin:
-    """A copy of the model or its graph that is run for a comparison; it shares parameters but for those `written`, and no more."""
+    """A copy of the model or its graph to run in a comparison; it shares only the parameters that are not `written`."""
 
     def __init__(self, module: torch.nn.Module, written: Written) -> None:
         self.module = (
@@ -35,7 +35,7 @@ class Twin:
         self._outside = [(tensor, tensor.detach().clone()) for tensor in written.outside]
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function, in which the module runs."""
+        """Call a function that runs the module; during the call, written tensors outside have this copy's values."""
         found = [tensor.detach().clone() for tensor, _ in self._outside]
         try:
             for tensor, own in self._outside:
@@ -48,11 +48,11 @@ class Twin:
 
 
 def copy_model(model: torch.nn.Module, written: Written) -> torch.nn.Module:
-    """The model with buffers and Python state of its own, and the memory of its parameters but for those written."""
+    """Copy a model with its buffers and Python state; share the memory of parameters that are not `written`."""
     copied: torch.nn.Module = deepcopy_with_closures(model, _memo(model, written))
     copies = dict(copied.named_modules())
     for name, module in model.named_modules():
-        # A copied GraphModule takes tensors that are plain attributes for buffers.
+        # A copied GraphModule registers tensors that are plain attributes as buffers.
         for buffer in {*buffers_of(copies[name]).keys()} - {
             *buffers_of(module).keys()
         }:  # lists, in torch.jit
@@ -61,7 +61,7 @@ def copy_model(model: torch.nn.Module, written: Written) -> torch.nn.Module:
 
 
 def copy_graph(traced: TracedModule, written: Written) -> TracedModule:
-    """The graph module with layers and buffers of its own, in the same way; its nodes are shared."""
+    """Copy a graph module with its layers and buffers; share its nodes, and the parameters that are not `written`."""
     memo = _memo(traced, written)
     memo |= {id(module): module for module in traced.modules() if isinstance(module, InputGuard)}
     copied: TracedModule = object.__new__(type(traced))
@@ -75,14 +75,14 @@ def copy_graph(traced: TracedModule, written: Written) -> TracedModule:
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """A copy of the example inputs: by name, and the leaves of those that take gradients."""
+    """A copy of the example inputs by name, and the leaf tensors of those that require gradients."""
 
     values: dict[str, Any]
     leaves: list[torch.Tensor]
 
 
 def copy_inputs(inputs: dict[str, Any]) -> Examples:
-    """The inputs with memory of their own, in which tensors lie and overlap as they do in the originals."""
+    """Copy the inputs into new memory, with the offsets, strides and overlaps of the originals."""
     memo: dict[int, Any] = {}
     leaves = []
     storages: dict[int, torch.UntypedStorage] = {}
@@ -90,14 +90,14 @@ def copy_inputs(inputs: dict[str, Any]) -> Examples:
         copied = _in_own_storage(tensor.detach(), storages) if _is_plain(tensor) else tensor.detach().clone()
         if tensor.requires_grad:
             leaves.append(copied.requires_grad_())
-            # A leaf cannot be written; an input that is none can.
+            # An in-place write into a leaf is an error; an input that is not a leaf accepts it.
             copied = copied if tensor.is_leaf else copied.view_as(copied) * 1
         memo[key] = copied
     return Examples(outputs.copied(inputs, memo), leaves)
 
 
 class RepeatedRandomness:
-    """The states of all random generators of the process: each run begins with those that were found."""
+    """The states of all random generators of the process, so that each run starts from the same states."""
 
     def __init__(self, request: Request) -> None:
         devices = {t.device for t in request.tensors() if t.device.type not in ("cpu", "meta")}
@@ -106,14 +106,14 @@ class RepeatedRandomness:
         self._others = {d: torch.get_device_module(d).get_rng_state(d) for d in devices}
 
     def rewind(self) -> None:
-        """Give all generators the states that were found."""
+        """Reset all generators to the saved states."""
         self._python.take_back()
         torch.set_rng_state(self._cpu)
         for device, state in self._others.items():
             torch.get_device_module(device).set_rng_state(state, device)
 
     def were_used(self) -> bool:
-        """Tell whether a run has drawn from one of torch's."""
+        """Tell whether a run drew from one of torch's generators."""
         return not torch.equal(self._cpu, torch.get_rng_state()) or any(
             not torch.equal(state, torch.get_device_module(device).get_rng_state(device))
             for device, state in self._others.items()
@@ -133,7 +133,7 @@ def _memo(module: torch.nn.Module, written: Written) -> dict[int, Any]:
 
 
 def _alias(parameter: torch.Tensor, is_written: bool) -> torch.Tensor:
-    """A parameter with attributes and a gradient of its own, and the memory of `parameter` unless that is written."""
+    """Copy a parameter with its attributes and its `grad` field; share its memory unless `is_written`."""
     data = parameter.detach().clone() if is_written else parameter.detach()
     if type(data) is not torch.Tensor:
         return data.requires_grad_(parameter.requires_grad)
@@ -149,7 +149,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _in_own_storage(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-    """A copy of a tensor at its place in the copy of its storage, of which no other part is read: that may be a large file."""
+    """Copy a tensor to its offset in a new storage of the same size. The rest, perhaps of a large file, is not read."""
     storage = tensor.untyped_storage()
     if storage_identity(storage) not in storages:
         storages[storage_identity(storage)] = torch.UntypedStorage(storage.nbytes(), device=storage.device)

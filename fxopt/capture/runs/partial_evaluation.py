@@ -1,6 +1,6 @@
-"""Partial evaluation: computes whatever in a graph depends on sizes, constants and weights alone, and says what remains.
+"""Partial evaluation: computes all nodes that depend only on sizes, constants and weights, and lists the remaining steps.
 
-Two graphs with the same remaining steps compute the same from the same inputs, whichever way they come to their constants.
+Two graphs with the same remaining steps compute the same from the same inputs, however they compute their constants.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fxopt.objects import tensors_in
 from fxopt.operators import is_torch_function
 from fxopt.torch_internals import FakeTensor
 
-# Calls that read the dtype, device and sizes of the tensor at this place, and none of its numbers.
+# Calls that read dtype, device and sizes of the argument at this position, but not its numbers.
 _READ_NO_NUMBERS = dict.fromkeys(
     ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"), 0
 )
 _READ_NO_NUMBERS |= dict.fromkeys(("to", "type_as", "expand_as", "view_as", "reshape_as"), 1)
-# Numbers in a tensor above which nothing is computed.
+# Tensors with more numbers than this are not computed.
 _MOST_NUMBERS = 2**25
 
 
@@ -55,27 +55,27 @@ class _Step:
 
 
 class PartialEvaluation:
-    """The graph of a run at the sizes of its example."""
+    """The evaluation of the graph of a run at the sizes of its example."""
 
     def __init__(self, run: RunResult) -> None:
         self._run, self._device = run, run.request.device()
         self._constants = {name: tensor.detach().clone() for name, tensor in run.constants.items()}
         model = run.request.model
-        # In training, a step of the optimizer changes the parameters from call to call.
+        # In training, optimizer steps change the parameters between calls.
         trained = {id(p) for m in model.modules() if m.training for p in m.parameters(recurse=False)}
         weights = (each for each in model.named_parameters() if id(each[1]) not in trained)
         own = itertools.chain(weights, model.named_buffers())
         self._own = {name: tensor for name, tensor in own if name in run.unchanged}
         self._values: dict[torch.fx.Node, Any] = {}
         self._steps: list[_Step] = []
-        # Steps that write into what was computed before: nothing is known of the graph then.
+        # Whether a step writes into computed memory that others share: then nothing is known about the graph.
         self._spoilt = False
         with torch.no_grad():
             for node in run.graph.nodes:
                 self._values[node] = self._value(node)
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The value of a tensor that the run made or was given, at its end; None where it is not known."""
+        """Return the value, at the end of the run, of a tensor that the run made or received; None if it is unknown."""
         node = self._run.made_by(tensor)
         value = self._values.get(node) if node is not None else self._run.originals.get(id(tensor))
         return value.detach().clone() if isinstance(value, torch.Tensor) and not self._spoilt else None
@@ -92,11 +92,11 @@ class PartialEvaluation:
         )
 
     def _value(self, node: torch.fx.Node) -> Any:
-        """The value of a node, or the step that gives it."""
+        """Return the value of a node, or the step that computes it."""
         expected = node.meta.get("val")
         if isinstance(expected, SymbolicNumber) and expected.node.has_hint():
             return expected.node.hint
-        if node.target == "size" and expected is None:  # a part of what is computed with sizes
+        if node.target == "size" and expected is None:  # a part of an expression of sizes
             of, dim = node.args
             if isinstance(of, torch.fx.Node) and (size := _hint(of.meta["val"].shape[dim])) >= 0:
                 return size
@@ -120,7 +120,7 @@ class PartialEvaluation:
         return self._remaining(node, *_without_data(node, args, kwargs))
 
     def _forget(self, node: torch.fx.Node) -> None:
-        """Take a tensor into which a step writes for what a step gives; if others share its memory, nothing is known."""
+        """Treat a tensor that a step writes into as the result of a step; if others share its memory, nothing is known."""
         memory = {storage_of(tensor) for tensor in tensors_in([self._values[node]])}
         sharing = [
             n for n, v in self._values.items() if not memory.isdisjoint(map(storage_of, tensors_in([v])))
@@ -132,7 +132,7 @@ class PartialEvaluation:
         self._values[node] = _Result(len(self._steps) - 1)
 
     def _computed(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
-        """The value of a call of torch, NotImplemented if it may be another one at each call."""
+        """Return the value of a call of torch; NotImplemented if the call fails, is too large or may differ each time."""
         target: Any = node.target
         if node.op == "call_method":
             target = getattr(torch.Tensor, target)
@@ -144,7 +144,7 @@ class PartialEvaluation:
                 value = target(*args, **kwargs)
                 drawn = not torch.equal(torch.get_rng_state(), state)
         except Exception:
-            return NotImplemented  # it remains a step, as any other that is not computed here
+            return NotImplemented  # the call remains a step
         return value if not drawn and _is_as_expected(value, node.meta.get("val")) else NotImplemented
 
     def _remaining(self, node: torch.fx.Node, args: Any, kwargs: Any) -> _Result:
@@ -156,7 +156,7 @@ class PartialEvaluation:
         ):
             self._steps.pop()  # nothing remains between the node that enters a mode and this one
             return _Result(-1)
-        # What is computed may be written later, before it is compared.
+        # Later steps may write into computed tensors before the steps are compared.
         copied = torch.fx.node.map_aggregate((args, kwargs), _copied)
         self._steps.append(_Step(node.op, node.target, copied))
         return _Result(len(self._steps) - 1)
@@ -183,7 +183,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _without_data(node: torch.fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments, with an empty tensor for what a step gives of which only dtype, device and sizes are read."""
+    """Return the arguments, with zeros in place of a step's result if the call reads only dtype, device and sizes."""
     place = _READ_NO_NUMBERS.get(getattr(node.target, "__name__", str(node.target)))
     if place is None or place >= len(args) or not isinstance(args[place], (_Result, _Own)):
         return args, kwargs  # `x.to(dtype=...)` has one argument
@@ -210,7 +210,7 @@ def _is_large(expected: Any) -> bool:
 
 
 def _is_as_expected(value: Any, expected: Any) -> bool:
-    """Tell whether a value has the dtype and the sizes of the fake, which was made under the modes of the forward."""
+    """Tell whether a value has the dtype and the sizes of the fake tensor, which was made under the modes of the forward."""
     if isinstance(value, (tuple, list)) and isinstance(expected, (tuple, list)):
         return len(value) == len(expected) and all(map(_is_as_expected, value, expected))
     if not isinstance(value, torch.Tensor):

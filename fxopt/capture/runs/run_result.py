@@ -1,4 +1,4 @@
-"""The result of one run of the forward; whoever compares or combines runs takes these and no more."""
+"""The result of one run of the forward, the only input of code that compares or combines runs."""
 
 from __future__ import annotations
 
@@ -25,64 +25,64 @@ from fxopt.errors import TraceError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RunResult:
-    """A graph without the guard of its inputs, and all that the run assumed, read and left."""
+    """A graph without its input guard, and everything that the run assumed, read and left."""
 
     request: Request  # what the run was made for
     graph: torch.fx.Graph
     # The tensors of `get_attr` nodes that the model does not have, by name.
     constants: Mapping[str, torch.Tensor]
     made_by: Callable[[torch.Tensor], torch.fx.Node | None]  # the node that made a fake tensor
-    is_constant: Callable[[torch.Tensor], bool]  # it is made of numbers of the forward alone
+    is_constant: Callable[[torch.Tensor], bool]  # whether a tensor is made only of numbers of the forward
     placeholders: Placeholders
-    free: DynamicDimensions  # the dimensions of inputs that are free
-    shape_env: CaptureShapeEnv  # what it assumed of sizes
+    free: DynamicDimensions  # the dynamic dimensions of inputs
+    shape_env: CaptureShapeEnv  # the assumptions about sizes
     sizes: SizeNodes
     reads: PropertyReads  # what Python read besides sizes and values
     checks: Sequence[str]  # the branches that the graph checks, one line each
-    branches: Mapping[str, Sequence[BranchAtLine]]  # by line, the branches that were decided alike
+    branches: Mapping[str, Sequence[BranchAtLine]]  # the branches that the script decides, by line
     drawn: int  # how often random numbers were drawn
     state: Changes  # the state of the model afterwards
-    changes: Changes  # what it has changed of that
-    own: Mapping[
-        int, Any
-    ]  # the real tensors behind fakes in it that no call has made, and modules' names, by identity
+    changes: Changes  # the part of this state that the run changed
+    # By identity, the real tensors behind fakes in `state` that no call made, and the names of modules.
+    own: Mapping[int, Any]
     hooks: Mapping[str, Any]  # the hooks of each module
-    variables: Mapping[contextvars.ContextVar[Any], Any]  # the context variables that it has set
-    written: Written  # the tensors of the user that it writes
-    # The real tensors behind fakes that stand for others than parameters and buffers, by identity.
+    variables: Mapping[contextvars.ContextVar[Any], Any]  # the context variables that the forward set
+    written: Written  # the user's tensors that the forward writes
+    # By identity, the real tensors behind fakes that are not parameters or buffers.
     originals: Mapping[int, torch.Tensor]
-    unchanged: Set[str]  # the names of the parameters and buffers that it does not write
-    # What it changed outside of the model, in words, and whether it put a tensor there.
+    unchanged: Set[str]  # the names of the parameters and buffers that the forward does not write
+    # Descriptions of changes outside of the model, and whether the forward put a tensor there.
     changed_outside: Mapping[str, bool]
-    moved: Set[str]  # numbers in inputs and tensors that were taken for constants, though it changes them
-    # Attributes, by module and name, whose values are a tuple beside the method's result.
+    # Numbers in inputs and tensors that were assumed constant, although the forward changes them.
+    moved: Set[str]
+    # Attributes, by module and name, that a captured method assigns: it returns (result, tuple of their values).
     assigned: Sequence[tuple[str, str]]
-    # By line, what is done after each branch there, and may be left out.
+    # By line, the writes after each branch there, which the model may skip.
     left_out: Mapping[str, Sequence[Body]] = dataclasses.field(default_factory=dict)
-    # Later calls read what the forward keeps of sizes and constants, as was tried at several sizes.
+    # Later calls read state that the forward makes of sizes and constants; calls at several sizes proved it harmless.
     keeps_tables: bool = False
 
     def relied_on(self) -> list[Condition]:
-        """The conditions on sizes under which the forward makes the calls that it has made."""
+        """Return the conditions on sizes under which the forward makes the recorded calls."""
         conditions = self.free.assumed()
         if "layout" in self.reads.read_at:
-            # Strides differ at sizes of 1, and asking for them leaves no guard.
+            # Strides differ at sizes of 1, and reading them adds no guard.
             sizes = [symbol for symbol, free in self.free.roots() if free.dim is not None]
             conditions += [(sympy.Ne(symbol, 1), self.reads.read_at["layout"]) for symbol in sizes]
         return conditions
 
     def guards(self) -> list[SizeGuard]:
-        """The guards that these conditions are."""
+        """Return the conditions of `relied_on` as guards."""
         return guards_of(self.relied_on(), self.shape_env.replace)
 
     def guards_asked(self) -> list[SizeGuard]:
-        """The guards that `dynamic_shapes` states."""
+        """Return the guards that `dynamic_shapes` states."""
         return guards_of(self.free.asked(), self.shape_env.replace)
 
     def hints(self) -> dict[str, int]:
-        """The size in the example for each symbol that is free."""
+        """Return the size in the example for each symbol."""
         return {str(symbol): int(free.hint) for symbol, free in self.free.roots()}
 
 
 class UnprovedError(TraceError):
-    """It could not be shown that a branch makes no difference."""
+    """A branch could not be proved to make no difference."""

@@ -1,4 +1,4 @@
-"""Checks that a graph makes while it runs: of numbers that it computes, and of decisions on values. They are targets of nodes."""
+"""Runtime checks, which are targets of nodes: of numbers that the graph computes, and of decisions on values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.fx.node import has_side_effect
 from fxopt.capture.runtime.input_specs import same_value
 from fxopt.errors import GuardError
 
-# Indices of these dtypes say where they are true.
+# Indices of these dtypes are masks: they select where they are true.
 MASKS = (torch.bool, torch.uint8)
 
 
@@ -23,9 +23,9 @@ def check_value(condition: bool, message: str) -> None:
 
 @has_side_effect
 def check_outcome(value: Any, decided: Any, where: str, otherwise: str) -> None:
-    """Raise GuardError unless `value` leads to what was `decided` at capture: a bool, a number, or all values of a tensor.
+    """Raise GuardError unless `value` agrees with what was `decided` at capture: a bool, a number, or a whole tensor.
 
-    `otherwise` is the error that the model itself raises for any other value, where it does.
+    `otherwise` is the error that the model itself raises for other values, or "".
     """
     if isinstance(value, torch.Tensor) and value.is_meta:
         return  # nothing is computed
@@ -61,9 +61,9 @@ def check_same_outcome(value: Any, earlier: bool | None, where: str) -> bool | N
 
 @has_side_effect
 def check_no_write(value: Any, answer: bool, index: Any, where: str) -> None:
-    """Raise GuardError where the forward leaves out a write, as `value` is not `answer`, that would write something.
+    """Raise GuardError if the model would skip a write, because `value` is not `answer`, and the write is not empty.
 
-    `index` says where it writes: nowhere, if a tensor in it has no entries, or is a mask that is true nowhere.
+    `index` selects the elements of the write: none, if a tensor in it is empty or is a mask without a true entry.
     """
     if value is None:
         return  # nothing is computed

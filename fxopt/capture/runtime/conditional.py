@@ -13,9 +13,9 @@ from fxopt.torch_internals import FakeTensor
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Conditional:
-    """Runs one of two graphs, as `torch.cond` does: `target(predicate, *operands)` gives a tuple of tensors.
+    """Runs one of two graphs, as `torch.cond` does: `target(predicate, *operands)` returns a tuple of tensors.
 
-    Whatever the branches compute with, parameters too, is an operand; so copies of the graph share them.
+    All inputs of the branches, including parameters, are operands. So copies of the graph can share the branches.
     """
 
     true_branch: torch.fx.GraphModule
@@ -41,9 +41,9 @@ class Conditional:
 
 
 class IfElse(Conditional):
-    """Runs one of two graphs, as `if` does: the other one has no effect, and its operands have no gradients.
+    """Runs one of two graphs, as `if` does: the other graph has no effect, and its operands have no gradients.
 
-    A compiler, and fake tensors, see `torch.cond`, with what that takes and refuses.
+    Under torch.compile and on fake tensors, the call is a `torch.cond`, with the limits of that function.
     """
 
     def __call__(self, predicate: Any, *operands: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`guards`: what a captured graph assumes of its inputs, as a list that can be read."""
+"""`guards`: the assumptions of a captured graph about its inputs, as a readable list."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fxopt.graph import check_graph_module
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """One thing that a graph assumes of an input, and refuses to run without.
+    """One assumption of a graph about an input; a call that violates it raises GuardError.
 
     Attributes:
-        input: the input, with the path inside it: `input_ids`, `past_key_values.layers[0].keys`. Empty for what is
-            decided by a value that the graph computes, or by a global mode.
-        dimension: the dimension that it is about; None for the whole input.
-        limit: what must hold, as text: `input_ids.shape[1] <= 512`.
-        source: the line of the model that needs it, or what else does.
+        input: the input, with the path inside it: `input_ids`, `past_key_values.layers[0].keys`. Empty for a
+            decision on a value that the graph computes, and for a global mode.
+        dimension: the dimension of the input that is limited; None for the whole input.
+        limit: the condition, as text: `input_ids.shape[1] <= 512`.
+        source: the line of the model that needs the condition, or another origin.
 
     Example:
         >>> import torch, fxopt
@@ -51,17 +51,17 @@ class Guard:
 
 
 def guards(gm: torch.fx.GraphModule) -> list[Guard]:
-    """List what `gm` assumes of its inputs and checks on entry.
+    """List the assumptions that calls of `gm` check.
 
     Args:
         gm: a captured graph module, also after passes, `copy.deepcopy` or pickling.
 
     Returns:
-        One `Guard` for each assumption, in the order of the inputs, sizes that depend on each other after those. Empty
-        for a graph module that `fxopt.trace` did not make: it assumes the same things, perhaps, and does not check.
+        One `Guard` for each assumption, in the order of the inputs; then conditions on sizes, decisions and modes. Empty
+        for a graph module that `fxopt.trace` did not make: it may make assumptions, but does not check them.
 
     Raises:
-        TypeError: this is no graph module.
+        TypeError: if `gm` is not a graph module.
 
     Example:
         >>> import torch, fxopt

@@ -1,4 +1,4 @@
-"""The first node of a graph, which checks its inputs: a module, so that deepcopy, pickle and other tracers take it along."""
+"""The input guard: a module that the first node of a graph calls, so that deepcopy, pickle and other tracers preserve it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from fxopt.objects import is_mutable, is_open
 
 
 class InputGuard(torch.nn.Module):
-    """Raises GuardError unless the inputs are such as the graph was captured for.
+    """Raises GuardError if the graph was not captured for these inputs.
 
-    `alternatives` are sets of guards of which one must hold: a graph that was captured at sizes of 1 and at larger ones
-    holds where either capture does. `decisions` says what the graph itself checks while it runs.
+    `alternatives` are sets of guards, and one set must be satisfied: a graph that was captured at sizes of 1 and at larger
+    sizes is valid for both. `decisions` describes the checks that the graph itself makes while it runs.
     """
 
-    # torch.fx reads this: the call is kept though nothing uses its result.
+    # torch.fx reads this: it keeps the call, although nothing uses its result.
     _is_impure = True
 
     checks_inputs = True
@@ -47,7 +47,7 @@ class InputGuard(torch.nn.Module):
         self.decisions = tuple(decisions)
         self.inputs = tuple(inputs)
         self.alternatives = tuple(tuple(guards) for guards in alternatives)
-        # What each symbol is the size of: an input and a dimension, or a number among the inputs.
+        # The meaning of each symbol: the size of an input in a dimension, or a number among the inputs.
         self.subjects = _subjects(self.inputs)
         self._places = {
             symbol: input if dim is None else f"{input}.shape[{dim}]"
@@ -55,7 +55,7 @@ class InputGuard(torch.nn.Module):
         }
         self._formulas = {guard.condition: guard.formula for guards in self.alternatives for guard in guards}
         self._formulas |= {text: SizeExpression(text) for text in _expressions(self.inputs)}
-        # Each condition and expression in words of the inputs; made here, because torch.compile cannot.
+        # Each condition and expression in terms of the inputs; computed here, because torch.compile cannot do it.
         self.words = {text: self._in_words(formula) for text, formula in self._formulas.items()}
 
     @property
@@ -65,7 +65,7 @@ class InputGuard(torch.nn.Module):
 
     @property
     def free_sizes(self) -> set[tuple[int, int]]:
-        """The free dimensions, each as the number of the tensor and of the dimension."""
+        """The dynamic dimensions, each as the number of the tensor and the number of the dimension."""
         return {
             (number, dim)
             for number, each in enumerate(self.tensors)
@@ -74,11 +74,11 @@ class InputGuard(torch.nn.Module):
         }
 
     def takes(self, sizes: dict[str, int]) -> bool:
-        """Tell whether the graph holds where its symbols have these sizes."""
+        """Tell whether the graph is valid if its symbols have these sizes."""
         return any(all(guard.holds(sizes) for guard in guards) for guards in self.alternatives)
 
     def fix_dtypes(self) -> None:
-        """Take the dtypes of the capture alone: then a cast that changes nothing in these may go."""
+        """Accept only the dtypes of the capture, so that casts without effect on these dtypes may be removed."""
         self.inputs = tuple(
             dataclasses.replace(each, strict_dtype=True, any_dtype=False)
             if isinstance(each, TensorSpec)
@@ -120,11 +120,11 @@ class InputGuard(torch.nn.Module):
             raise GuardError(self._explain(failed, sizes))
 
     def _in_words(self, formula: SizeExpression) -> str:
-        """`s0 + 1` with the inputs and dimensions that its symbols stand for."""
+        """Return a formula such as `s0 + 1` with inputs and dimensions in place of its symbols."""
         return re.sub(r"\b\w+\b", lambda word: self._places.get(word[0], word[0]), formula.text)
 
     def conditions(self) -> list[str]:
-        """The guards in words of the inputs, one line each."""
+        """Return the guards in terms of the inputs, one line each."""
         return [f"{self.words[guard.condition]}  # {guard.source}" for guard in self.alternatives[0]]
 
     def _explain(self, guard: SizeGuard, sizes: dict[str, int]) -> str:
@@ -145,19 +145,19 @@ class InputGuard(torch.nn.Module):
 
 
 def guard_of(traced: torch.nn.Module) -> InputGuard:
-    """The check of inputs in a captured graph."""
+    """Return the input guard of a captured graph."""
     return next(module for module in traced.modules() if isinstance(module, InputGuard))
 
 
 def _expressions(inputs: Sequence[InputSpec]) -> set[str]:
-    """The expressions in symbols that sizes and numbers among the inputs must equal."""
+    """Return the expressions in symbols that sizes and numbers among the inputs must equal."""
     found = [size for i in inputs if isinstance(i, TensorSpec) for size in i.shape]
     found += [i.value for i in inputs if isinstance(i, NumberSpec)]
     return {text for text in found if isinstance(text, str)}
 
 
 def _subjects(inputs: Sequence[InputSpec]) -> dict[str, tuple[str, int | None]]:
-    """For each symbol the first input, and dimension of it, that it is the size of."""
+    """Return for each symbol the first input that has it as a size, with the dimension, or as a number."""
     subjects: dict[str, tuple[str, int | None]] = {}
     for expected in inputs:
         if isinstance(expected, NumberSpec):
@@ -168,7 +168,7 @@ def _subjects(inputs: Sequence[InputSpec]) -> dict[str, tuple[str, int | None]]:
     return {symbol: subject for symbol, subject in subjects.items() if symbol.isidentifier()}
 
 
-# What must equal an expression in sizes that are not known yet: its description, its value and the expression.
+# A check that needs sizes not known yet: the description of a number, its value, and the expression that it must equal.
 Deferred = tuple[str, int, str]
 
 
@@ -231,7 +231,7 @@ def _why_fixed(expected: TensorSpec, dim: int) -> str:
 
 
 def _named(value: Any) -> str:
-    """A value in an error: a tensor is too long for one."""
+    """Return a value as text for an error; for a tensor, only its shape."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
@@ -250,7 +250,7 @@ def _check_number(expected: NumberSpec, value: Any, sizes: dict[str, int], defer
 def _check_identity(
     expected: TensorSpec, value: torch.Tensor, earlier: list[tuple[torch.Tensor, str]]
 ) -> None:
-    """Check that an input is the same tensor as another one where it was at capture, and there alone."""
+    """Check that an input is the same tensor as an earlier input if and only if it was at capture."""
     if expected.same_as is None:
         return
     name = describe(expected)

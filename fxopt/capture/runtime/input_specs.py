@@ -1,4 +1,4 @@
-"""Descriptions of the inputs of a graph, made at capture and compared with what it is given."""
+"""Descriptions of the inputs of a graph, made at capture and compared with the inputs of each call."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Path = tuple[tuple[str, Any], ...]
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """A tensor; `shape` holds an int for a fixed dimension and an expression in symbols for a free one."""
+    """A tensor; `shape` has an int for a static dimension, and an expression in symbols for a dynamic one."""
 
     name: str
     path: Path
     dtype: torch.dtype
     shape: tuple[int | str, ...]
-    fixed_by: tuple[tuple[int, str], ...] = ()  # the line that fixed a dimension that was left free
-    strict_dtype: bool = False  # the forward read it
-    any_dtype: bool = False  # it casts the input to one that it names
-    layout: tuple[Any, ...] | None = None  # where it read strides
-    requires_grad: bool | None = None  # where it asked for gradients
-    # Where it compared inputs by identity or memory address, the first one that is the same: itself, if none is.
+    fixed_by: tuple[tuple[int, str], ...] = ()  # the lines that made requested dynamic dimensions static
+    strict_dtype: bool = False  # the forward reads the dtype
+    any_dtype: bool = False  # the forward casts the input to a dtype that it names
+    layout: tuple[Any, ...] | None = None  # set if the forward reads strides
+    requires_grad: bool | None = None  # set if the forward reads requires_grad
+    # Set if the forward compares inputs by identity or memory address: the first input that is this tensor, maybe itself.
     same_as: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class ConstantSpec:
-    """A value that is no tensor; the graph holds for this one alone."""
+    """A value that is not a tensor; the graph is valid only for this value."""
 
     name: str
     path: Path
@@ -42,7 +42,7 @@ class ConstantSpec:
 
 @dataclasses.dataclass(frozen=True)
 class NumberSpec:
-    """An int that the forward changes from call to call: an expression in symbols, or the one value that it fixed."""
+    """An int that the forward changes from call to call: an expression in symbols, or the only accepted value."""
 
     name: str
     path: Path
@@ -51,7 +51,7 @@ class NumberSpec:
 
 @dataclasses.dataclass(frozen=True)
 class StructureSpec:
-    """A container or an object, of this type with these keys."""
+    """A container or an object of this type, with these keys."""
 
     name: str
     path: Path
@@ -63,7 +63,7 @@ InputSpec = TensorSpec | ConstantSpec | NumberSpec | StructureSpec
 
 
 def describe(expected: InputSpec) -> str:
-    """`past[0].keys`: the name of an input with the path inside it."""
+    """Return the name of an input with the path inside it, such as `past[0].keys`."""
     return describe_path(expected.name, expected.path)
 
 
@@ -72,7 +72,7 @@ def describe_path(name: str, path: Path) -> str:
 
 
 def structure_keys(value: Any) -> tuple[Any, ...]:
-    """The keys of a container: indices of a sequence, keys of a mapping, names of fields or attributes."""
+    """Return the keys of a container: indices of a sequence, keys of a mapping, names of fields or attributes."""
     if isinstance(value, dict):
         return tuple(value)
     if isinstance(value, (tuple, list)):
@@ -83,17 +83,17 @@ def structure_keys(value: Any) -> tuple[Any, ...]:
 
 
 def dtype_kind(dtype: torch.dtype) -> str:
-    """The kind that a dtype must share with the one of the capture: floating, integer, complex or bool."""
+    """Return the kind of a dtype, which must be the same as at capture: floating, integer, complex or bool."""
     if dtype == torch.bool:
         return "bool"
     return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"
 
 
 def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """How a tensor lies in memory: contiguous or not, the order of its strides, which with the sizes gives them all
-    where its elements fill their memory, and where it starts. A sparse tensor has no strides.
+    """Describe how a tensor lies in memory: contiguous or not, order of strides, strides, storage offset.
 
-    The stride of a dimension of size 1 may be any number, too.
+    If the elements fill their memory, order and sizes determine the strides, which are then None. Otherwise the strides are
+    given; the stride of a dimension of size 1 may be any number. A sparse tensor has no strides.
     """
     if tensor.layout != torch.strided:
         return (tensor.layout,)
@@ -107,7 +107,7 @@ def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Tell whether two constants are the same to the last bit and type; unlike `==`, which holds for 1 and True."""
+    """Tell whether two constants have the same type and exactly the same value; `==` is also true for 1 and True."""
     if type(value) is not type(expected):
         return False
     if isinstance(value, float):
@@ -117,7 +117,7 @@ def same_value(value: Any, expected: Any) -> bool:
 
 
 def same_parts(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool | None:
-    """Tell whether two tuples, lists, dicts or slices hold the same; None for what is none of these."""
+    """Tell whether two tuples, lists, dicts or slices have the same parts; None for a value of another type."""
     if isinstance(one, slice):
         return isinstance(other, slice) and all(
             same(getattr(one, part), getattr(other, part)) for part in ("start", "stop", "step")

@@ -1,8 +1,8 @@
 """Modes that a forward switches (gradients, autocast, inference mode, attention backends), as nodes.
 
-A node that switches a mode hands what it found to the node that restores it, so that a graph gives back the mode of its
-caller. torch.compile follows no `__enter__` and `__exit__` of these contexts that stand alone, but has functions in their
-place, which it puts into its graph; so each function here calls those where it is compiled.
+A node that switches a mode passes the previous mode to the node that restores it, so that a graph restores the mode of its
+caller. torch.compile cannot trace separate calls of `__enter__` and `__exit__` of these contexts. It puts other functions
+into its graph instead, so the functions here call those while they are compiled.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ SWITCHES = {set_grad_enabled, enter_autocast, enter_inference_mode, enter_sdpa_k
 
 
 def idle(nodes: Iterable[Node]) -> Sequence[Node]:
-    """The nodes that change nothing where gradients and autocast are off: none if one of these nodes may switch a mode on."""
+    """Return the mode switches that have no effect if gradients and autocast are off; none if one may switch a mode on."""
     switches = [node for node in nodes if node.target in SWITCHES]
     return switches if all(map(_switches_off, switches)) else []
 
@@ -87,19 +87,19 @@ def _switches_off(node: Node) -> bool:
     if isinstance(node.args[0], Node):  # it restores what that node found
         return _switches_off(node.args[0])
     flags: dict[Any, int] = {set_grad_enabled: 0, enter_autocast: 2}
-    # What nobody restores holds behind the graph, too.
+    # A mode that no node restores is still set after the graph.
     return node.target in flags and node.args[flags[node.target]] is False and bool(node.users)
 
 
 def leave_all(depth: int = 0) -> None:
-    """Leave what this thread has entered, down to a number of contexts."""
+    """Leave the contexts that this thread entered, until `depth` of them remain."""
     while len(_entered()) > depth:
         _entered().pop().__exit__(None, None, None)
 
 
 @contextlib.contextmanager
 def restored_on_error() -> Iterator[None]:
-    """Give the caller's modes back when the block raises between an `enter` and its `leave`."""
+    """Restore the caller's modes if the block raises between an `enter` and its `leave`."""
     grad_enabled = torch.is_grad_enabled()
     depth = len(_entered())
     try:
@@ -112,11 +112,11 @@ def restored_on_error() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class ApplyFunction:
-    """The target of a node that applies a `torch.autograd.Function`, whose own `apply` fx would write by a name of torch.
+    """The target of a node that applies a `torch.autograd.Function`: fx would name its own `apply` as a function of torch.
 
     Attributes:
         function: the class.
-        only_reads: whether it was seen to write into none of its arguments.
+        only_reads: True if it was observed to write into none of its arguments.
     """
 
     function: type

@@ -1,4 +1,4 @@
-"""Conditions on sizes, as Python: whether they hold, and the limit that they put on a size."""
+"""Conditions on sizes, as Python: whether they are true, and the limit that they set for a size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxopt.capture.capture_internals import PythonPrinter
 
 
 class SizeExpression:
-    """An expression over sizes, as torch prints it, made a function once: torch.compile can follow that."""
+    """An expression over sizes, as torch prints it, converted once to a function that torch.compile can trace."""
 
     def __init__(self, text: str) -> None:
         known: dict[str, Any] = {"math": math, "torch": torch}
@@ -25,7 +25,7 @@ class SizeExpression:
         self._function = eval(f"lambda {', '.join(self.symbols)}: {text}", known)
 
     def value(self, sizes: Mapping[str, int]) -> Any:
-        """The value for these sizes."""
+        """Return the value for these sizes."""
         return self._function(*[sizes[symbol] for symbol in self.symbols])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -56,7 +56,7 @@ class SizeGuard:
             return False
 
     def limit(self, symbol: str, size: int) -> str | None:
-        """The limit that it puts on one size, where it is a limit: true on one side and false on the other."""
+        """Describe the limit for one size; None unless the condition is true on one side and false on the other."""
 
         def holds_at(n: int) -> bool:
             return self.holds({symbol: n})
@@ -77,12 +77,12 @@ class SizeGuard:
 
 
 def python_expression(expression: Any) -> str:
-    """A sympy expression over sizes as Python source."""
+    """Return a sympy expression over sizes as Python source."""
     return str(_Printer().doprint(expression))
 
 
 class _Printer(PythonPrinter):
-    """torch's printer, with the functions of `math` that it does not know."""
+    """torch's printer, extended by functions of `math` that it does not support."""
 
 
 for _name in ("log", "exp"):
@@ -94,7 +94,7 @@ for _name in ("log", "exp"):
 
 
 def _edge(holds: Callable[[int], bool], good: int, bad: int) -> int:
-    """The last size that holds, between one that does and one that does not."""
+    """Return the last size between `good` and `bad` for which the condition is true."""
     while abs(good - bad) > 1:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if holds(middle) else (good, middle)

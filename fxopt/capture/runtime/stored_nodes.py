@@ -1,4 +1,4 @@
-"""The nodes of a graph as data that can be pickled: arguments that are nodes and targets stand there by name."""
+"""The nodes of a graph as data that can be pickled: nodes in arguments, and targets, are stored by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Stored = tuple[dict[str, Any], dict[str, Any]]
 
 
 def picklable(graph: torch.fx.Graph) -> list[Stored]:
-    """The nodes of a graph, with that metadata alone which means the same in another process."""
+    """Return the nodes of a graph, with only the metadata that means the same in another process."""
     stored = []
     for node, (data, meta) in zip(graph.nodes, copyable(graph), strict=True):
         if node.op == "call_function":
@@ -30,12 +30,12 @@ def picklable(graph: torch.fx.Graph) -> list[Stored]:
 
 
 def copyable(graph: torch.fx.Graph) -> list[Stored]:
-    """The nodes of a graph, with all of their metadata."""
+    """Return the nodes of a graph, with all of their metadata."""
     return [(_node_data(node), copy.copy(node.meta)) for node in graph.nodes]
 
 
 def rebuilt_graph(nodes: list[Stored]) -> torch.fx.Graph:
-    """The graph whose nodes were stored."""
+    """Rebuild the graph from its stored nodes."""
     graph = torch.fx.Graph()
     made: dict[str, torch.fx.Node] = {}
 
@@ -70,7 +70,7 @@ class _Importable:
     def of(cls, node: torch.fx.Node) -> Any:
         target: Any = node.target
         if isinstance(target, (modes.ApplyFunction, Conditional)):
-            return target  # pickled as the class that it holds
+            return target  # pickle can store these objects themselves
         name = qualified_name(target) if isinstance(target, type) else get_qualified_name(target)
         if not is_found(name, target):
             raise pickle.PicklingError(
@@ -81,7 +81,7 @@ class _Importable:
 
 
 def _node_data(node: torch.fx.Node) -> dict[str, Any]:
-    """The node as data, arguments that are nodes replaced by their names."""
+    """Return the node as data, with names in place of nodes in its arguments."""
     name: Any = lambda node: _Reference(node.name)  # noqa: E731
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), name)
     return {
@@ -95,7 +95,7 @@ def _node_data(node: torch.fx.Node) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Tell whether a piece of `node.meta` is data that means the same in another process; fake tensors do not."""
+    """Tell whether a value in `node.meta` means the same in another process; fake tensors do not."""
     if isinstance(value, dict):
         return all(_is_plain(item) for pair in value.items() for item in pair)
     if isinstance(value, (tuple, list, set, frozenset)):

@@ -1,7 +1,8 @@
-"""The result of a capture: a `torch.fx.GraphModule` that keeps what fx's own loses.
+"""The result of a capture: a `torch.fx.GraphModule` that copies and pickles without loss.
 
-fx pickles a graph module as its generated code and traces that again: names change, guards and item assignments raise, output
-classes become dicts. Here the nodes are stored as data, with the whole module tree, so that state dicts fit both ways.
+fx pickles a graph module as its generated code and traces that code again: names change, guards and item assignments raise,
+output classes become dicts. Here, the nodes are stored as data. The whole module tree is kept, so that the model and the
+graph module can load each other's state dicts.
 """
 
 from __future__ import annotations
@@ -21,27 +22,26 @@ from fxopt.capture.runtime.stored_nodes import copyable, picklable, rebuilt_grap
 from fxopt.errors import GuardError
 from fxopt.torch_internals import DERIVED_FROM_GRAPH, REGISTRIES, WRAPPED_CALL
 
-# What is made anew when a module is rebuilt.
+# Attributes that are created again when a module is rebuilt.
 _DERIVED = {*DERIVED_FROM_GRAPH, "_containers"}
 
 
 ASSIGNED = "assigned"
-"""Where the `meta` of a captured method says which attributes it assigns: module and name of each value in the tuple beside its result."""
+"""Key in the `meta` of a captured method, which returns (result, values): module and name of each attribute that it assigns."""
 
 BY_FIRST_CALL = ("_output_capturing_hooks_installed", "_containers")
-"""Attributes that the first call alone assigns: of a model of transformers, with its hooks on layers, and of a graph module."""
+"""Attributes that only the first call assigns: of a transformers model, which then hooks its layers, and of a graph module."""
 
 
 class TracedModule(torch.fx.GraphModule):
     """A captured model.
 
-    It behaves as any `torch.fx.GraphModule`, and besides: it survives `copy.deepcopy`, `pickle` and `torch.save`
-    as the same graph under the same names; its `state_dict` is the model's; `config`, `device` and
-    `dtype` are the model's; it refuses to run in another training mode than the one it was captured in, and
-    with inputs that it was not captured for (GuardError).
+    It behaves as any `torch.fx.GraphModule`. In addition, `copy.deepcopy`, `pickle` and `torch.save` preserve the
+    graph and all names, and `state_dict`, `config`, `device` and `dtype` are those of the model. A call raises
+    GuardError in another training mode than at capture, or with inputs that the graph was not captured for.
 
-    The `torch.nn` layers and parameters are those of the model, shared until a pass replaces them: `.to()`
-    moves both. Take `copy.deepcopy` first where that matters.
+    The graph module shares `torch.nn` layers and parameters with the model until a pass replaces them, so `.to()`
+    moves both. To avoid that, use a `copy.deepcopy` of the graph module.
 
     Example:
         >>> import copy, pickle, torch, fxopt
@@ -57,11 +57,11 @@ class TracedModule(torch.fx.GraphModule):
     config: Any
     # Each dtype that the forward read, and where, as `file:line`.
     dtypes_read_at: dict[torch.dtype, str]
-    # A parameter of a dtype that the forward read, with that dtype: the model's `.half()` changes it in place.
+    # A parameter of a dtype that the forward read, with that dtype: `model.half()` changes the parameter in place.
     read_parameter: tuple[torch.nn.Parameter, torch.dtype] | None
-    # Where it asked whether a tensor takes gradients, with the answer for each parameter at capture.
+    # The line where the forward read requires_grad, with the flag of each parameter at capture.
     gradients_read: tuple[str, dict[str, bool]] | None
-    # Each global mode that it read (`grad`, `autocast`), with the answer and where.
+    # Each global mode that the forward read (`grad`, `autocast`), with its value and the line.
     modes_read: dict[str, tuple[bool, str]]
     # Qualified name of each container -> its training flag at capture.
     captured_training: dict[str, bool]
@@ -104,12 +104,12 @@ class TracedModule(torch.fx.GraphModule):
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter or buffer; the CPU where there is none."""
+        """The device of the first parameter or buffer; the CPU if there is none."""
         return next((t.device for t in self._tensors()), torch.device("cpu"))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first floating parameter or buffer; torch's default where there is none."""
+        """The dtype of the first floating parameter or buffer; torch's default if there is none."""
         return next((t.dtype for t in self._tensors() if t.is_floating_point()), torch.get_default_dtype())
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -148,7 +148,7 @@ class TracedModule(torch.fx.GraphModule):
         if self.gradients_read is None:
             return
         where, captured = self.gradients_read
-        # A pass gives what it merges names of their own: such a parameter may be as any one of the capture.
+        # A parameter that a pass merged has a new name: it may have the flag of any parameter at capture.
         any_of_them = set(captured.values())
         for name, parameter in self.named_parameters():
             allowed = {captured[name]} if name in captured else any_of_them
@@ -174,14 +174,14 @@ class TracedModule(torch.fx.GraphModule):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def recompile(self) -> Any:
-        """Write the code of the graph; a tracer that calls it with proxies gets its nodes, modes and checks among them."""
+        """Generate the code of the graph; a tracer that calls it with proxies gets its nodes, including modes and checks."""
         cls: Any = self.__class__
-        # torch.compile takes eight versions of one function, and then runs it as it is: each graph gets a function of its own.
+        # torch.compile compiles at most eight versions of a function, then falls back to eager: each graph gets its own function.
         call = TracedModule.__call__
         if self._plain_class().__call__ is call:
             own = types.FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
             cls.__call__ = functools.update_wrapper(own, call)
-            if WRAPPED_CALL in vars(cls):  # which calls the function of the graph as it was
+            if WRAPPED_CALL in vars(cls):  # it calls the previous function of the graph
                 delattr(cls, WRAPPED_CALL)
         code = super().recompile()
         forward = cls.forward
@@ -213,12 +213,12 @@ class TracedModule(torch.fx.GraphModule):
         return {key: value for key, value in self.__dict__.items() if key not in _DERIVED}
 
     def _plain_class(self) -> type[TracedModule]:
-        """The class without the layer that fx puts on every instance."""
+        """Return the class without the subclass that fx creates for every instance."""
         return next(c for c in type(self).__mro__ if not c.__qualname__.endswith("GraphModuleImpl"))
 
 
 def _retrace(module: TracedModule, tracer: Any, inputs: inspect.BoundArguments) -> Any:
-    """Write the nodes of the graph into that of a tracer, and return the proxy of the output."""
+    """Write the nodes of the graph into the graph of a tracer, and return the proxy of the output."""
     inputs.apply_defaults()
     path = tracer.path_of_module(module) if module is not tracer.root else ""
     values: dict[torch.fx.Node, Any] = {}

@@ -1,4 +1,4 @@
-"""Every architecture of transformers, small: built from its own config class with random weights, and its inputs."""
+"""Every architecture of transformers as a small model: built from its own config class with random weights, and its inputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH, SEQUENCE = 2, 16
 
 
 def model_types() -> list[str]:
-    """Every model type that `transformers.AutoModel` knows, sorted."""
+    """Every model type that `transformers.AutoModel` supports, sorted."""
     return sorted(MODEL_MAPPING_NAMES)
 
 
@@ -36,8 +36,7 @@ def config(model_type: str) -> PreTrainedConfig:
 def build(model_type: str) -> nn.Module:
     """A small model of `model_type` in float32 on the CPU, in evaluation mode, with random weights.
 
-    Raises whatever transformers raises where the type cannot be built, such as `ImportError` for a package that
-    is missing.
+    Raises the error of transformers if the type cannot be built, such as `ImportError` for a missing package.
 
     Example:
         >>> type(build("bert")).__name__
@@ -50,17 +49,17 @@ def build(model_type: str) -> nn.Module:
 
 
 def example_inputs(model: nn.Module, batch: int = BATCH, sequence: int = SEQUENCE) -> dict[str, Tensor]:
-    """Inputs of a model of `build` by the names of its forward's parameters; floating ones in float32.
+    """Inputs of a model from `build`, by the parameter names of its forward; floating ones in float32.
 
-    `sequence` is of tokens of text, or steps of audio or time, where the architecture leaves that free. Raises
-    `LookupError` when no rule makes an input that the forward requires.
+    `sequence` is the number of text tokens, or of steps of audio or time, if the architecture allows any. Raises
+    `LookupError` if no rule makes an input that the forward requires.
     """
     model_type = getattr(model.config, "model_type", "")
     return make_inputs(model, batch, sequence, _overrides().get(model_type, {}).get("inputs", {}))
 
 
 def _model_class(model_type: str) -> Any:
-    """The class that `AutoModel` takes for a type; of several, the first."""
+    """The class that `AutoModel` uses for a type; the first if there are several."""
     found = MODEL_MAPPING[CONFIG_MAPPING[model_type]]
     return found[0] if isinstance(found, tuple) else found
 

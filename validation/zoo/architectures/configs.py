@@ -1,7 +1,7 @@
-"""Small configs by rules: any config class of transformers, with its defaults made small and kept consistent.
+"""Small configs by rules: for any config class of transformers, its defaults made small and kept consistent.
 
-Three properties hold the parts of a config together. Widths are capped, never drawn, so sizes that were equal stay
-equal. Fields that a config derives from others are left to it. Equal token ids stay equal throughout a config.
+Three rules keep a config consistent. Widths are capped, never drawn, so sizes that were equal stay equal. Fields that a
+config derives from others are left to the config. Equal token ids stay equal throughout a config.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Any
 from transformers import PreTrainedConfig, ResNetConfig, TimmBackboneConfig
 
 VOCABULARY = 256
-"""Token ids are below this; special tokens that were above it are counted down from it."""
+"""Upper limit of token ids; special tokens above it get the highest ids below it, counted down."""
 
 WIDTH = 64
 HEADS = 4
 HEAD_WIDTH = WIDTH // HEADS
 LAYERS = 2
 LAYER_KINDS = 4
-"""At most so many kinds of layers are kept."""
+"""Maximum number of kinds of layers that are kept."""
 Tokens = dict[int, int]
-"""Special token ids inside a small vocabulary, by the original ones: equal ids stay equal."""
+"""Small special token ids by their original ids: equal ids stay equal."""
 IMAGE = 64
-"""Height and width of images in pixels, where patches allow it."""
+"""Height and width of images in pixels, if the patch size allows it."""
 
 
 def small_config(
     config: PreTrainedConfig, changes: Mapping[str, Any], tokens: Tokens | None = None
 ) -> PreTrainedConfig:
-    """A config of the same class as `config`, which holds the defaults of its class, made small.
+    """Make a small config of the same class as `config`, which has the defaults of its class.
 
-    `changes` has values to take as they are; a mapping for a nested config changes only what it names.
+    `changes` has values to use unchanged; a mapping for a nested config changes only the fields that it names.
     """
     tokens = {} if tokens is None else tokens
     values: dict[str, Any] = {}
@@ -49,7 +49,7 @@ def small_config(
 
 
 def _given(config: PreTrainedConfig) -> dict[str, Any]:
-    """The fields that define `config`: not those that its class computes from others."""
+    """The fields that define `config`, without those that its class computes from others."""
     defaults = vars(type(config)())
     given = {}
     for field in dataclasses.fields(config):
@@ -58,7 +58,7 @@ def _given(config: PreTrainedConfig) -> dict[str, Any]:
         stored = config.attribute_map.get(field.name, field.name)
         actual = vars(config).get(stored)
         declared = field.default
-        # lists of widths and depths are computed too, but from nothing that gets smaller
+        # lists of widths and depths are computed too, but not from fields that get smaller
         computed = (
             declared is None
             and not isinstance(actual, PreTrainedConfig)
@@ -78,7 +78,7 @@ def _small(name: str, value: Any, tokens: Tokens) -> Any:
         value = ResNetConfig(out_indices=[*range(1, 5)][-len(value.out_indices or [4]) :])
     if isinstance(value, PreTrainedConfig):
         return small_config(value, {}, tokens)
-    if isinstance(value, bool):  # a cache that nobody reads on is not what an architecture is about
+    if isinstance(value, bool):  # the cache is off, because no second call reads it
         return value and name != "use_cache"
     if isinstance(value, int):
         return _small_integer(name, value, tokens)
@@ -90,7 +90,7 @@ def _small(name: str, value: Any, tokens: Tokens) -> Any:
 def _small_integer(name: str, value: int, tokens: Tokens) -> int:
     if re.search(_TOKEN, name):
         return _small_token(value, tokens)
-    if name == "window_size":  # in patches; the larger ones are in pixels
+    if name == "window_size":  # small values are in patches, larger ones in pixels
         return 2 if value < 32 else value
     limits = (limit for pattern, limit in _LIMITS.items() if re.search(pattern, name))
     return min(value, next(limits, value))
@@ -150,7 +150,7 @@ def _small_list(name: str, values: list[int], tokens: Tokens) -> list[int]:
 
 
 def _consistent(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
-    """Settle what one field asks of another."""
+    """Make fields consistent that depend on each other."""
     original = vars(config)
     names = {field.name for field in dataclasses.fields(config)}
     for name, number in _NEEDED.items():
@@ -169,11 +169,11 @@ def _consistent(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, A
 
 
 _NEEDED = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1, "vocab_size": VOCABULARY}
-"""Values that some configs leave open although no model of theirs runs without."""
+"""Values that some configs leave open although their models require them."""
 
 
 def _image(values: dict[str, Any]) -> None:
-    """Images are a whole number of patches."""
+    """Make images a whole number of patches."""
     patch = values.get("patch_size")
     for name in ("image_size", "img_size", "input_size"):
         if isinstance(values.get(name), int) and values[name] >= IMAGE:
@@ -184,7 +184,7 @@ def _image(values: dict[str, Any]) -> None:
 
 
 def _layers(values: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Lists with an item a layer keep one layer of every kind, and the number of layers is theirs."""
+    """Keep one layer of every kind in lists with one item a layer, and set the number of layers to match."""
     count_name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     count = vars(config).get(count_name)
     if count_name not in values or values[count_name] == count:
@@ -203,7 +203,7 @@ def _layers(values: dict[str, Any], config: PreTrainedConfig) -> None:
 
 
 def _outputs(values: dict[str, Any], config: PreTrainedConfig) -> None:
-    """A backbone gives as many feature maps as before, of the layers that it still has."""
+    """Keep the number of feature maps of a backbone, from the layers that it still has."""
     indices = values.pop("_out_indices", None)
     layers = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     if indices is None:
@@ -215,7 +215,7 @@ def _outputs(values: dict[str, Any], config: PreTrainedConfig) -> None:
 
 
 def _sections(values: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Multimodal rotary embeddings share the frequencies of a head among time, height and width."""
+    """Divide the frequencies of a head among time, height and width in multimodal rotary embeddings."""
     ignored = getattr(config, "ignore_keys_at_rope_validation", None) or ()
     rope = vars(config).get("rope_parameters") or {}
     if not rope or "mrope_section" not in {*ignored, *rope}:

@@ -1,4 +1,4 @@
-"""Inputs by rules: what a forward takes, from its signature, its documentation and the config of the model."""
+"""Inputs by rules: the inputs of a forward, from its signature, its documentation and the config of the model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Inputs = dict[str, Tensor]
 
 
 def make_inputs(model: nn.Module, batch: int, sequence: int, changes: Mapping[str, Any]) -> Inputs:
-    """Every input that the forward requires, its main input, and those that its architecture is about.
+    """Every input that the forward requires, its main input, and the inputs typical of its architecture.
 
-    `changes` is what an override says: `with` and `without` are names of inputs, `shapes` replaces what the
-    documentation says about their dimensions, and `sizes` gives the sizes of dimensions.
+    `changes` is an override: `with` and `without` are names of inputs, `shapes` replaces documented shapes, and `sizes`
+    gives sizes of dimensions.
     """
     request = Request(model, batch, sequence, torch.Generator().manual_seed(0), changes)
     parameters = inspect.signature(model.forward).parameters
@@ -33,9 +33,9 @@ def make_inputs(model: nn.Module, batch: int, sequence: int, changes: Mapping[st
 
 
 def _precomputed(model: Any, inputs: Inputs) -> Inputs:
-    """Add what follows from the grids of images alone, as transformers does before it exports a model.
+    """Add inputs that depend only on the grids of images, as transformers does before it exports a model.
 
-    Computed in the forward, positions and lengths are decisions on the values of the grid, which no graph takes.
+    If the forward computed positions and lengths, it would branch on values of the grid, which a graph cannot contain.
     """
     grid = {"grid_thw": inputs["grid_thw"]} if "grid_thw" in inputs else {}
     if grid:
@@ -77,7 +77,7 @@ _WITH_PIXELS = {"image_grid_thw", "image_sizes", "mm_token_type_ids", "spatial_s
 
 
 def _text(request: Request, others: Inputs, names: set[str]) -> Inputs:
-    """Token ids and what goes with them; images have their places before the text."""
+    """Token ids and related inputs; the places of images precede the text."""
     images = _placeholders(request, others) if "input_ids" in names else 0
     length = request.sequence + images
     ids = _tokens(request)
@@ -91,7 +91,7 @@ def _text(request: Request, others: Inputs, names: set[str]) -> Inputs:
 
 
 def _placeholders(request: Request, others: Inputs) -> int:
-    """How many tokens an image takes the place of: as many as the model makes features of it."""
+    """The number of tokens that images replace: the number of features that the model computes from them."""
     features = getattr(request.model, "get_image_features", None)
     named = request.read("image_token_id", "image_token_index") is not None
     if features is None or "pixel_values" not in others or not named:
@@ -123,7 +123,7 @@ def _tokens(r: Request) -> Tensor:
 
 
 def _mask(batch: int, length: int, padding: int) -> Tensor:
-    """Ones; every row but the first ends in padding."""
+    """A mask of ones, in which every row except the first ends in padding."""
     lengths = length - padding * torch.arange(batch).clamp(max=3)
     return (torch.arange(length) < lengths[:, None]).long()
 
@@ -159,7 +159,7 @@ def _audio(r: Request) -> Tensor:
 
 
 def _features(r: Request) -> Tensor:
-    """Spectrograms: (batch, mel, time) where the length is fixed as in Whisper, else (batch, time, mel)."""
+    """Spectrograms: (batch, mel, time) if the length is fixed as in Whisper, otherwise (batch, time, mel)."""
     mel, time = (
         r.read("num_mel_bins", "input_feat_per_channel", "feature_size", default=80),
         _feature_length(r),
@@ -191,7 +191,7 @@ _MAKERS: dict[str, Callable[[Request], Tensor]] = {
     "input_features": _features,
     "input_features_mask": lambda r: torch.ones(r.batch, _feature_length(r), dtype=torch.long),
     "input_values": _audio,
-    # How many patches along a side become one, by image.
+    # The number of patches along a side that are merged to one, for each image.
     "merge_sizes": lambda r: torch.full((r.batch,), 2),
     "pixel_values": _pixels,
     "qformer_input_ids": _tokens,

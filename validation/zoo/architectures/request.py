@@ -1,4 +1,4 @@
-"""The request for an input: a model and its sizes, read from its documentation and config."""
+"""The request for an input: a model and its sizes, read from documentation and config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GRID = 4
 
 @dataclass
 class Request:
-    """The numbers that an input is made from."""
+    """The model, sizes and random numbers for making an input."""
 
     model: nn.Module
     batch: int
@@ -40,7 +40,7 @@ class Request:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64).float()
 
     def read(self, *names: str, default: Any = None) -> Any:
-        """The first of these attributes that the config has, or one of its nested configs."""
+        """The first of these attributes that the config or one of its nested configs has."""
         for name in names:
             for part in _parts(self.config):
                 value = getattr(part, name, None)
@@ -49,7 +49,7 @@ class Request:
         return default
 
     def documented(self, name: str) -> tuple[list[Any], str]:
-        """The dimensions of an input as the forward's docstring names them, and the kind of tensor."""
+        """The dimension names of an input in the forward's docstring, and the type of the tensor."""
         text = inspect.getdoc(self.model.forward) or ""
         given = self.changes.get("shapes", {}).get(name)
         found = re.search(rf"\b{re.escape(name)} \(`*([\w.]*)`*,? +of shape `\(+([^`]*?)\)+,?`", text)
@@ -68,7 +68,7 @@ def _parts(config: Any) -> list[Any]:
 
 
 def dimension(name: str | int, request: Request) -> int:
-    """The size of a dimension by the name that the documentation gives it."""
+    """The size of a dimension with this name in the documentation."""
     if isinstance(name, int) or name.isdecimal():
         return int(name)
     if name in (sizes := request.changes.get("sizes", {})):
@@ -93,7 +93,7 @@ _SIZES: tuple[tuple[str, Callable[[Request], Any]], ...] = (
     (r"^num_frames$", lambda r: r.read("num_frames", "frames_per_clip", default=2)),
     (r"^(audio_)?channels$", lambda r: r.read("audio_channels", default=1)),
 )
-"""The size of a dimension, by the name that the documentation gives it; the first pattern that is found decides."""
+"""The size of a dimension, by its name in the documentation; the first matching pattern decides."""
 
 
 def image_size(r: Request) -> tuple[int, int]:
@@ -103,12 +103,12 @@ def image_size(r: Request) -> tuple[int, int]:
 
 
 def audio_length(r: Request) -> int:
-    """Samples of audio: `sequence` steps of what the convolutions make one of."""
+    """The number of audio samples that the convolutions reduce to `sequence` steps."""
     return 400 + 320 * r.sequence
 
 
 def special_tokens(config: Any) -> set[int]:
-    """Ids with a meaning, which random text must not hold."""
+    """Token ids with a special meaning, which random text must not contain."""
     found: set[int] = set()
     for part in _parts(config):
         for name, value in vars(part).items():
