@@ -16,18 +16,18 @@ from fxopt import graph
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """How an activation is spelled in a graph, and how it is made."""
+    """An activation: its module class, its function, and the options of both."""
 
     module: type[nn.Module]
     function: Callable[..., Any] | None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def make(self) -> nn.Module:
-        """A new module."""
+        """Create a new module."""
         return self.module(**self.options)
 
     def __call__(self, value: Tensor) -> Tensor:
-        """Compute it by its function."""
+        """Compute the activation of `value` by the function."""
         assert self.function is not None
         found: Tensor = self.function(value, **self.options)
         return found
@@ -49,11 +49,11 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "softplus": Activation(nn.Softplus, F.softplus),
     "tanh": Activation(nn.Tanh, torch.tanh),
 }
-"""The activations by the name of their operator, and one in another form; each with the default options of its module."""
+"""The activations by operator name, with the default options of their modules; `gelu_tanh` is GELU with its tanh formula."""
 
 
 def as_module(node: Node) -> nn.Module | None:
-    """The module that computes what a call of an activation as a function or method does; `None` for other nodes.
+    """Make the module equivalent to a node that calls an activation as a function or method; `None` for other nodes.
 
     Example:
         >>> x = torch.fx.Graph().placeholder("x")
@@ -68,23 +68,23 @@ def as_module(node: Node) -> nn.Module | None:
     if not (homes[-1] is not None if node.op == "call_method" else node.target in homes):
         return None
     options = {name: value for name, value in node.kwargs.items() if name != "input"}
-    try:  # modules take the options of these functions, in the same order; others, as `aten.elu`, take more
+    try:  # the module accepts the options of the function, in the same order
         return activation.module(*node.args[1:], **options)
-    except TypeError:  # but for some that only a function has
+    except TypeError:  # an option that only the function has
         return None
 
 
 def same_activation(one: nn.Module | None, other: nn.Module | None) -> bool:
-    """Tell whether two modules are of one type with the same options, but for writing in place."""
+    """Tell whether two modules have the same type and the same options, ignoring `inplace`."""
     if type(one) is not type(other):
         return False
-    ignored = {"training", "inplace", "forward"}  # that is no option, but another obstacle
+    ignored = {"training", "inplace", "forward"}  # a replaced forward is refused elsewhere
     options = {name for name in vars(other) if not name.startswith("_")} - ignored
     return all(vars(one).get(name) == vars(other)[name] for name in options)
 
 
 def on_grid(function: Callable[[Tensor], Tensor]) -> Tensor:
-    """The values and gradients of a function on a grid, and values for numbers at which steps of a formula may overflow.
+    """Compute values and gradients of a function on a grid, and values at large numbers, where a formula may overflow.
 
     Example:
         >>> is_close(on_grid(F.silu), on_grid(lambda x: x * torch.sigmoid(x)))
@@ -99,5 +99,5 @@ def on_grid(function: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def is_close(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two functions are the same on the grid, but for how a formula rounds the square root of 2 / pi."""
+    """Tell whether two results of `on_grid` agree, up to the rounding of the square root of 2 / pi in a formula."""
     return torch.allclose(one, other, rtol=4e-9, atol=4e-9, equal_nan=True)

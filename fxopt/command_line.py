@@ -1,6 +1,7 @@
-"""The command `fxopt`: `trace`, `explain`, `passes` and `doctor` are here, and need torch alone; the others are the harness's.
+"""The command `fxopt`.
 
-`STATUSES` has the exit statuses.
+`trace`, `explain`, `passes` and `doctor` are in this file and need only torch. The other commands belong to the validation
+harness. `STATUSES` lists the exit statuses.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fxopt.named_model import UsageError, captured
 from fxopt.passes import ready
 from fxopt.saving.folder import save
 
-# What the wheel calls the harness, and what the repository does.
+# The package of the harness is `fxopt_validation` in the wheel and `validation` in the repository.
 HARNESS = (
     "fxopt_validation" if Path(__file__).parents[1].joinpath("fxopt_validation").is_dir() else "validation"
 )
@@ -48,7 +49,7 @@ LACKING = 'the harness is not installed: `pip install ".[validation]"` in a clon
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    # Names and sources of models may be in letters that a terminal lacks.
+    # Names and sources of models may contain characters that the terminal cannot show.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -59,13 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return int(_harness().run(arguments))
         options = _parser().parse_args(arguments)
         status = int(options.run(options))
-        if sys.stdout is not None:  # it was closed
+        if sys.stdout is not None:  # None: stdout was closed
             sys.stdout.flush()
         return status
     except TraceError as error:
         print(f"error: not captured: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # what reads the output has seen enough, such as `head`
+    except BrokenPipeError:  # the reader of the output, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (FxoptError, OSError) as error:
@@ -83,11 +84,11 @@ STATUSES = {
     130: "interrupted; what ran is kept",
     141: "the reader of the output has left, such as `head`",
 }
-"""The exit statuses of all commands, and what each says."""
+"""The exit statuses of all commands, with their meanings."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line which argument is wrong."""
+    """Parser that reports a wrong argument in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see `{self.prog} --help`")
@@ -182,7 +183,7 @@ def _passes(options: argparse.Namespace) -> int:
 
 
 def _chosen(names: Sequence[str]) -> dict[str, Any]:
-    """The passes of these names and paths, or all where there are none."""
+    """Select the passes of these names and paths; all passes if `names` is empty."""
     found = ready(name for name in names if "." in name)
     wanted = [name.rpartition(".")[2] for name in names] or [*found]
     if unknown := [name for name in wanted if name not in found]:

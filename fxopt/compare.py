@@ -1,8 +1,8 @@
 """Compares outputs: their structure, and how far their numbers are apart.
 
-`pairs` holds two outputs side by side, and raises `Unlike` where they differ in more than numbers. Three measures say how
-large a difference is: relative to the largest value of the tensor (`compare`) or of the row (`row_error`), or as a vector
-(`norm_error`). All of them count in float64, NaN is NaN, and a difference that is no number is infinite.
+`pairs` pairs the tensors of two outputs, and raises `Unlike` if the outputs differ in more than numbers. Three functions
+measure a difference: relative to the largest value of the tensor (`compare`) or of the row (`row_error`), or by the norm of
+the tensor (`norm_error`). All three compute in float64. Two NaNs are equal, and a difference that is NaN counts as infinite.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fxopt.outputs import BITS, entries, leaves, plain, same_bits, strides_of, t
 
 
 class Unlike(AssertionError):
-    """Two values differ in structure, shape, dtype, layout, device, or in what is no tensor.
+    """Two values differ in structure, shape, dtype, layout, device, or in a value that is not a tensor.
 
     Attributes:
-        expected: what was expected at the place, in words.
-        actual: what is there.
+        expected: description of the expected value.
+        actual: description of the actual value.
     """
 
     def __init__(self, place: str, expected: str, actual: str, text: str = "") -> None:
@@ -42,10 +42,10 @@ class Difference:
 
     Attributes:
         tensors: how many tensors were compared.
-        values: how many numbers they hold.
+        values: how many numbers these tensors contain.
         max_abs: the largest absolute difference.
-        max_rel: the largest difference of a tensor, relative to the largest value of that tensor, without what fills the
-            places that a mask hides, such as -1e30.
+        max_rel: the largest difference of a tensor, relative to the largest value of that tensor. Fill values at masked
+            places, such as -1e30, are compared separately.
         where: the path of the tensor with the largest relative difference, such as `output.logits`.
     """
 
@@ -70,17 +70,17 @@ def compare(
     Args:
         expected: the output that is right.
         actual: the output to judge.
-        dtypes: whether tensors must have the same dtype, and dtypes that an output names be the same.
-        strides: whether tensors must be laid out alike in memory.
+        dtypes: whether tensors must have the same dtype, and whether `torch.dtype` values in the outputs must be equal.
+        strides: whether tensors must have the same strides.
         path: what the outputs are called in `where` and in messages.
-        nan_anywhere: whether a tensor with NaN or infinities may have anything in their places, as long as it has such, too.
+        nan_anywhere: whether places that are NaN or infinite in one tensor are ignored, if both tensors have such values.
 
     Returns:
         The largest differences. Values that are NaN or infinite in both, at the same place, are equal.
 
     Raises:
-        AssertionError: the type of a container, a key, shape, dtype, device or a non-tensor value differs, or there is
-            nothing to compare.
+        AssertionError: the type of a container, a key, shape, dtype, device or a non-tensor value differs, or the outputs
+            contain no tensor with values.
 
     Example:
         >>> import torch
@@ -105,7 +105,7 @@ def pairs(
     strides: bool = False,
     floats: bool = True,
 ) -> list[tuple[str, Tensor, Tensor]]:
-    """The tensors of two outputs, side by side, with their paths; without `floats`, numbers of type float may differ.
+    """Pair the tensors of two outputs, with their paths; without `floats`, numbers of type float may differ.
 
     Raises:
         Unlike: the outputs differ in more than the numbers of these tensors.
@@ -138,7 +138,10 @@ def pairs(
 
 
 def unlike(expected: object, actual: object, *, strides: bool = False, floats: bool = False) -> str:
-    """How two outputs differ in more than the floating numbers of tensors, and in numbers of type float where `floats` says so."""
+    """Describe how two outputs differ apart from their floating tensors; empty if they agree.
+
+    Numbers of type float are compared only with `floats`.
+    """
     try:
         both = pairs(expected, actual, strides=strides, floats=floats)
     except Unlike as error:
@@ -148,7 +151,7 @@ def unlike(expected: object, actual: object, *, strides: bool = False, floats: b
 
 
 def unchanged(left: object, right: object) -> bool:
-    """True where two values have the same structure, and the same bits in every tensor."""
+    """Return True if two values have the same structure, and the same bits in every tensor."""
     try:
         return all(same_bits(one, other) for _, one, other in pairs(left, right))
     except Unlike:
@@ -156,27 +159,27 @@ def unchanged(left: object, right: object) -> bool:
 
 
 def same(left: object, right: object) -> bool:
-    """Tell whether two values without tensors agree; of objects whose equality means nothing, only the type."""
+    """Tell whether two values without tensors agree; objects that compare by identity agree if their types do."""
     if left is right:
         return True
     if type(left) is not type(right):
         return False
     by_identity = type(left).__eq__ is object.__eq__
-    if by_identity or isinstance(left, types.MethodType):  # which goes by that of its object
+    if by_identity or isinstance(left, types.MethodType):  # methods compare by the identity of their object
         return not isinstance(left, _NEVER_COPIED)
     try:
         return bool(left == right or (left != left and right != right))
-    except Exception:  # whatever an `__eq__` raises, or an array of truths
+    except Exception:  # an `__eq__` that raises, or that returns an array
         one, other = (re.sub("0x[0-9a-f]+", "", repr(each)) for each in (left, right))
         return one == other
 
 
 _NEVER_COPIED = (types.FunctionType, type, enum.Enum, torch.dtype, torch.layout, torch.memory_format)
-"""Objects that are themselves alone, also in a deep copy."""
+"""Types whose objects are equal only to themselves: a deep copy returns the same object."""
 
 
 def first_difference(before: Any, after: Any) -> str:
-    """The first of two sequences of lines or entries that differs, in words."""
+    """Describe the first line or entry in which two sequences differ."""
     if isinstance(before, str):
         before, after = before.splitlines(), after.splitlines()
     for old, new in zip(before, after, strict=False):
@@ -187,7 +190,7 @@ def first_difference(before: Any, after: Any) -> str:
 
 
 def tensor_error(expected: Tensor, actual: Tensor, nan_anywhere: bool = False) -> tuple[float, float]:
-    """The largest difference of two tensors, and that by the largest number of the expected one."""
+    """Return the largest difference of two tensors, absolute and relative to the largest value of `expected`."""
     if not expected.numel() or expected.is_meta:
         return 0.0, 0.0
     values, gap = _gap(expected, actual)
@@ -204,15 +207,16 @@ _ROW, _ROW_OF_IMAGE = 2, 8  # fewer numbers may all be small by chance
 
 
 def row_error(expected: object, actual: object, least: float, own: object = None) -> float:
-    """The largest difference, relative to the largest value of its row, which counts as `least` at least.
+    """Return the largest difference relative to the largest value of its row, with `least` as the smallest divisor.
 
-    A row is the last dimension. In an image with fewer than 8 columns, and where a row has one number, it is several dimensions.
+    A row is the last dimension. If that has only one entry, or fewer than 8 entries in a tensor of 4 or more dimensions, a
+    row spans several dimensions.
 
     Args:
         expected: the values that are right.
         actual: values of the same structure.
-        least: what the largest value of a row is at least.
-        own: further values of the same structure; a place where these overflow does not count.
+        least: lower bound of the divisor.
+        own: further values of the same structure; places where these are not finite are ignored.
     """
     errors = [0.0]
     sides = [tensors(expected), tensors(actual), tensors(actual if own is None else own)]
@@ -231,20 +235,20 @@ def row_error(expected: object, actual: object, least: float, own: object = None
 
 
 def norm_error(expected: object, actual: object, integers: bool = False) -> float:
-    """The largest distance of two tensors of two outputs, as vectors, by the norm of the expected one; infinite for other shapes.
+    """Return the largest norm of a difference of two tensors, relative to the norm of the expected one.
 
-    Integers and booleans count where that is asked for.
+    The result is infinite if shapes differ. Integer and boolean tensors are compared only with `integers`.
     """
     return max(norm_errors(expected, actual, integers), default=0.0)
 
 
 def norm_errors(expected: object, actual: object, integers: bool = False) -> list[float]:
-    """The distance of each two tensors at one place, as `norm_error` measures it."""
+    """Return the error of each pair of tensors, as `norm_error` measures it."""
     return [_norm_error(*both) for both in _vectors(expected, actual, integers)]
 
 
 def cosine_similarity(expected: object, actual: object) -> float:
-    """The least cosine between two floating tensors of two outputs, as long vectors."""
+    """Return the smallest cosine similarity of two floating tensors of two outputs, flattened to vectors."""
     sides = []
     for left, right in (map(_numbers, both) for both in _vectors(expected, actual)):
         if (left.isnan() & ~right.isnan()).any():
@@ -257,7 +261,7 @@ def cosine_similarity(expected: object, actual: object) -> float:
 
 
 def ulps(expected: object, actual: object) -> float:
-    """The largest distance of two numbers of like outputs, in units in the last place; 0 only if the same bits.
+    """Return the largest distance of two numbers in units in the last place; 0 only if all bits are equal.
 
     Example:
         >>> import torch
@@ -273,7 +277,7 @@ def epsilon(value: object) -> float:
 
 
 def rounds(tensor: Tensor) -> bool:
-    """Tell whether a tensor holds floating or complex numbers."""
+    """Tell whether a tensor contains floating or complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -297,7 +301,7 @@ def _a(value: object) -> str:
 
 
 def _forms(left: Tensor, right: Tensor, dtypes: bool, strides: bool) -> tuple[str, str]:
-    """The first property in which two tensors differ, of each in words; two equal texts where there is none."""
+    """Describe, for both tensors, the first property in which they differ; two equal texts if they agree."""
     if left.shape != right.shape or (dtypes and left.dtype != right.dtype):
         return text_of(left), text_of(right)
     if left.layout != right.layout or left.is_nested != right.is_nested:
@@ -314,24 +318,27 @@ def _layout(tensor: Tensor) -> str:
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor in float64, integers and booleans as well: exact up to 2**53, and one rule for all."""
+    """The numbers of a tensor in float64, of integers and booleans, too, which are exact up to 2**53."""
     numbers = plain(tensor.detach())
     return (torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers).double().cpu()
 
 
 def _gap(expected: Tensor, actual: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers that are right, and how far others are from them."""
+    """The expected numbers, and the absolute differences of the actual ones."""
     left, right = _numbers(expected), _numbers(actual)
     equal = (left == right) | (left.isnan() & right.isnan())
     return left, torch.where(equal, 0.0, (left - right).abs()).nan_to_num(math.inf, math.inf)
 
 
 FILL = 1e6
-"""A number of this size, and as many times larger than all others, stands in places that a mask hides."""
+"""A number that is at least this large, and this many times larger than all others, counts as the fill value of a mask."""
 
 
 def _parts(values: Tensor, others: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Numbers with those at the same places; what fills masked places, beside which no error would be seen, apart."""
+    """Split values and the others at the same places into fill values of a mask and the rest.
+
+    Relative to a fill value, no error of the rest would be visible.
+    """
     sizes = _finite(values).abs()
     if sizes.max() < FILL:
         return [(values, others)]
@@ -348,7 +355,7 @@ def _finite(values: Tensor) -> Tensor:
 
 
 def _vectors(expected: object, actual: object, integers: bool = False) -> list[tuple[Tensor, Tensor]]:
-    """The tensors of two outputs at the same places, those that round or all, and numbers of type float, as of `item()`."""
+    """Pair the tensors of two outputs, only floating ones without `integers`; a float, as of `item()`, counts as a tensor."""
     both = zip(leaves(expected), leaves(actual), strict=False)
     sides = (
         [torch.tensor(each, dtype=torch.float64) if isinstance(each, float) else each for _, each in pair]
@@ -382,10 +389,10 @@ def _ulps(expected: Tensor, actual: Tensor) -> float:
     if not expected.is_floating_point() or (expected.isnan() != actual.isnan()).any():
         return math.inf
     left, right = (_steps_from_zero(t[~t.isnan()]) for t in (expected, actual))
-    # Of numbers on the two sides of zero the whole way: one after the other, because int64 could not hold the sum.
+    # For numbers of unlike sign, the distance is the sum, which int64 could not hold.
     across = left.abs().double() + right.abs().double()
     apart = torch.where((left < 0) == (right < 0), (left - right).abs().double(), across)
-    # Zeros of unlike sign are not the same bits.
+    # Zeros of unlike sign have distance 0, but not the same bits.
     return max(1.0, float(apart.max())) if apart.numel() else 1.0
 
 

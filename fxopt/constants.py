@@ -1,4 +1,4 @@
-"""Values of a graph that are the same in every run, because they are made of no input."""
+"""Values of a graph that are the same in every run, because they depend on no input."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fxopt.torch_internals import non_persistent_of
 
 
 class Constant(nn.Module):
-    """Holds a constant of a graph: it moves to other devices with the graph module.
+    """Module that contains a constant of a graph, and moves to other devices with the graph module.
 
     Attributes:
         value: the constant; a buffer that is not in the `state_dict`.
-        follows: whether `.half()` and the like give it another dtype, as they do buffers that it is made of.
+        follows: whether `.half()` and the like convert the constant, as they convert the buffers it is computed from.
     """
 
     value: Tensor
@@ -43,18 +43,18 @@ class Constant(nn.Module):
 
 
 def constants_of(index: GraphIndex, freeze: bool = False) -> dict[Node, None]:
-    """The nodes that give the same in every run of a graph, in order.
+    """Find the nodes whose value is the same in every run of a graph, in order.
 
-    They are made of numbers, and of buffers that are not in the `state_dict`, by functions of torch. The device of
-    an input counts as known.
+    These values are computed by functions of torch from numbers and from buffers that are not in the `state_dict`. The
+    device of an input counts as known.
 
     Args:
-        index: of the graph.
-        freeze: parameters and all buffers count, too, and what layers of torch make of constants.
+        index: index of the graph.
+        freeze: whether parameters, all buffers, and outputs of torch's layers for constant inputs count as constants.
     """
     found: dict[Node, None] = {}
     if any(map(graph.turns_autocast_on, index.nodes)):
-        return found  # which chooses dtypes by where a function is called
+        return found  # autocast chooses dtypes by the place of a call
     for node in index.nodes:
         if _is_constant(index, node, found, freeze):
             found[node] = None
@@ -62,12 +62,12 @@ def constants_of(index: GraphIndex, freeze: bool = False) -> dict[Node, None]:
 
 
 def is_watched(value: nn.Module | Tensor) -> bool:
-    """Tell whether a write into a tensor, or into those of a module, can be noticed: inference tensors have no version."""
+    """Tell whether writes into a tensor, or into those of a module, can be detected: inference tensors have no version."""
     return not any(tensor.is_inference() for tensor in submodules.weights_of(value))
 
 
 def is_changing(value: Any, depth: int = 6) -> bool:
-    """Tell whether a value is none of numbers and of what is made of parameters and buffers alone."""
+    """Tell whether a value is neither a finite number nor computed from parameters and buffers only."""
     if not isinstance(value, Node):
         return type(value) not in (int, float) or not math.isfinite(value)
     if value.op == "get_attr":
@@ -77,7 +77,7 @@ def is_changing(value: Any, depth: int = 6) -> bool:
 
 
 def computed_constant(graph_module: GraphModule, node: Node, known: dict[Node, Any]) -> Any:
-    """Compute a constant; what is `known` is not computed again, and what is computed is known then."""
+    """Compute a constant; values in `known` are reused, and new values are added to `known`."""
     if node in known:
         return known[node]
     first = graph.first_argument(node) if Fact.DESCRIBES in facts_of(node) else None
@@ -98,10 +98,12 @@ def computed_constant(graph_module: GraphModule, node: Node, known: dict[Node, A
 
 
 def follows_buffers(graph_module: GraphModule, node: Node, computed: Mapping[Node, Any]) -> bool:
-    """Tell whether a constant is in a lower dtype where the buffers are that it is made of.
+    """Tell whether a constant would have a lower dtype if its buffers had that dtype.
 
     Args:
-        computed: the value of the constant, and of all that it is made of.
+        graph_module: the graph module.
+        node: the node of the constant.
+        computed: the values of the constant and of all nodes that it depends on.
     """
     lower = torch.float16 if computed[node].dtype == torch.bfloat16 else torch.bfloat16
     lowered: dict[Node, Any] = {
@@ -114,18 +116,18 @@ def follows_buffers(graph_module: GraphModule, node: Node, computed: Mapping[Nod
         return False
     try:
         return bool(computed_constant(graph_module, node, lowered).dtype == lower)
-    except RuntimeError:  # in that dtype the graph itself would not run, either
+    except RuntimeError:  # the graph itself would not run in that dtype either
         return False
 
 
 def _is_cast(graph_module: GraphModule, path: str) -> bool:
-    """Tell whether `.half()` and the like give a buffer another dtype."""
+    """Tell whether `.half()` and the like convert the buffer at `path`."""
     owner = graph_module.get_submodule(split_path(path)[0])
     return not isinstance(owner, Constant) or owner.follows
 
 
 def _is_constant(index: GraphIndex, node: Node, constants: Collection[Node], freeze: bool) -> bool:
-    """Tell whether a node gives the same in every run of the graph."""
+    """Tell whether the value of a node is the same in every run of the graph."""
     if node.op == "get_attr" and freeze:
         held = submodules.find(index.graph_module, str(node.target))
         plain = type(held) in (Tensor, nn.Parameter) and is_watched(held)
@@ -142,7 +144,7 @@ def _is_constant(index: GraphIndex, node: Node, constants: Collection[Node], fre
         return False
     if node.op == "call_module" and not (node.all_input_nodes and is_watched(index.module(node))):
         return False
-    # What is read of memory that anything writes, be it later in the graph, is not what it was made as.
+    # A value in memory that any node writes is not constant, even if the write comes later in the graph.
     changing = [v for v in node.all_input_nodes if v not in constants or index.memory.written(v)]
     if Fact.DESCRIBES in facts and Fact.LAYOUT not in facts:
         return changing in ([], [graph.first_argument(node)]) and _is_described(index, node)
@@ -150,7 +152,7 @@ def _is_constant(index: GraphIndex, node: Node, constants: Collection[Node], fre
 
 
 def _is_described(index: GraphIndex, node: Node) -> bool:
-    """Tell whether the trace knows all that a node reads of its first input."""
+    """Tell whether the capture recorded everything that a node reads about its first input."""
     first = graph.first_argument(node)
     value = graph.value_of(first) if isinstance(first, Node) else None
     if not isinstance(value, Tensor):
@@ -160,7 +162,7 @@ def _is_described(index: GraphIndex, node: Node) -> bool:
 
 
 def _empty(node: Node) -> Tensor:
-    """A tensor of the shape, dtype and device of a value, and its strides where all are known; a free size, which nobody reads, is 1."""
+    """Make an empty tensor with the shape, dtype, device and known strides of a value; free sizes, which are not read, are 1."""
     value = graph.value_of(node)
     shape = [size if isinstance(size, int) else 1 for size in value.shape]
     if all(isinstance(number, int) for number in (*value.shape, *value.stride())):

@@ -21,7 +21,7 @@ OF_INTEREST = ("fxopt", "torch", "safetensors", "transformers", "openvino", "onn
 
 
 def examine(harness: Callable[[], str]) -> tuple[dict[str, str], list[str]]:
-    """Facts by name, and the names of those that are faults; `harness` tells of the harness, or raises."""
+    """Return facts by name, and the names of the failed checks; `harness` returns a fact about the harness, or raises."""
     absent = "; ".join(map(str, torch_internals.missing()))
     cuda = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -38,7 +38,7 @@ def examine(harness: Callable[[], str]) -> tuple[dict[str, str], list[str]]:
     for name, check in {"passes": _passes, "capture, pass and undo": _try_it, "harness": harness}.items():
         try:
             facts[name] = check()
-        except Exception as error:  # whatever it is, this is for telling
+        except Exception as error:  # every failure is reported
             facts[name] = error_text(error)
             problems.append(name)
     return facts, problems
@@ -52,7 +52,7 @@ def _version(distribution: str) -> str:
 
 
 def _engines(device: str) -> str:
-    """Those among which `engine="auto"` chooses, and why it cannot choose the others."""
+    """The engines that `engine="auto"` chooses from, and why the others cannot be used."""
     return "; ".join(
         [TORCH, *(f"{name}: {why}" if why else name for name, why in engines_for(device).items())]
     )

@@ -40,16 +40,16 @@ def draw(graph_module: GraphModule, *, depth: int | None = None, format: str = "
     In a browser, the tooltip of a box gives the node and the model's line.
 
     Args:
-        graph_module: any `torch.fx.GraphModule`; shapes are drawn where the trace left them in `node.meta`.
+        graph_module: any `torch.fx.GraphModule`; shapes are drawn if the trace recorded them in `node.meta`.
         depth: how many levels of modules are opened; a module further inside is one box. None opens all.
-        format: `"svg"`, which needs Graphviz's program `dot`, or `"dot"`, the input for it.
+        format: `"svg"`, which needs Graphviz's program `dot`, or `"dot"`, the input of that program.
 
     Returns:
         The picture as text.
 
     Raises:
-        FxoptError: `dot` is not there, or fails.
-        TypeError: this is no graph module.
+        FxoptError: `dot` is not installed, or fails.
+        TypeError: `graph_module` is not a graph module.
         ValueError: `depth` is negative, or the format is unknown.
 
     Example:
@@ -87,7 +87,7 @@ def _rendered(source: str) -> str:
 
 
 def _boxes(graph_module: GraphModule, depth: int | None) -> tuple[list[str], dict[Node, str]]:
-    """The lines of frames and boxes, and the box of each node that is drawn: what a call of a module does stands together."""
+    """Return the lines of frames and boxes, and the box of each drawn node; the nodes of one module call share a frame."""
     lines, boxes = list[str](), dict[Node, str]()
     opened: _Stack = ()
     drawn = [node for node in graph_module.graph.nodes if not _is_left_out(node)]
@@ -112,7 +112,7 @@ def _boxes(graph_module: GraphModule, depth: int | None) -> tuple[list[str], dic
 
 
 def _is_left_out(node: Node) -> bool:
-    """Tell whether a node only checks inputs, or computes a number, a size or a device."""
+    """Tell whether a node is not drawn: it only checks inputs, or computes a number, a size or a device."""
     if "val" in node.meta:
         checks = node.op == "call_module" and not node.users and node.is_impure()
         return checks or isinstance(node.meta["val"], NUMBERS)
@@ -120,7 +120,7 @@ def _is_left_out(node: Node) -> bool:
 
 
 def _stack(node: Node, depth: int | None) -> _Stack:
-    """The modules that a node stands in, outermost first, but for the root, the layer that it calls, and what is too deep."""
+    """The modules around a node, outermost first, without the root, the layer that the node calls, and levels below `depth`."""
     entries = (node.meta.get("nn_module_stack") or {}).values()
     called = node.target if node.op == "call_module" else ""
     named = ((path, str(getattr(kind, "__qualname__", kind))) for path, kind in entries)
@@ -158,7 +158,7 @@ def _appearance(node: Node, graph_module: GraphModule) -> tuple[str, str, str]:
 
 
 def _shape(node: Node) -> str:
-    """The dtype and shape of a node's tensor, such as `int64 2×7`; float32 goes without saying."""
+    """The dtype and shape of a node's tensor, such as `int64 2×7`; float32 is not written."""
     value = node.meta.get("val", node.meta.get("tensor_meta"))
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None or dtype is None:
@@ -174,12 +174,12 @@ def _title(stack: _Stack, level: int) -> str:
 
 
 def _html(title: str, *lines: str) -> str:
-    """A Graphviz label: the title, and smaller lines under it, cut where they are long."""
+    """A Graphviz label: the title, and smaller lines below; long lines are cut."""
     short = (line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…" for line in lines if line)
     small = "".join(f'<br/><font point-size="9">{escape(line)}</font>' for line in short)
     return f"<<b>{escape(title)}</b>{small}>"
 
 
 def _quoted(text: str) -> str:
-    """A text as a string of Graphviz."""
+    """Quote a text as a Graphviz string."""
     return json.dumps(text, ensure_ascii=False)

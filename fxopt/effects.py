@@ -1,6 +1,6 @@
 """The effects of one node: the values that it writes into, and the random numbers that it draws.
 
-Answers are conservative: a function that is not torch's own may write into everything it is given.
+Answers are conservative: a function that is not torch's own may write into each of its inputs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fxopt.torch_internals import FORWARD_HOOKS, OpOverload, OpOverloadPacket, s
 
 
 def written_by(node: Node, module: nn.Module | None) -> tuple[Node, ...] | None:
-    """The values that a node may write into; `None` for an effect of an unknown kind, as a mode switch has.
+    """List the values that a node may write into; `None` for an unknown side effect, such as a mode switch.
 
     Args:
         node: any node.
-        module: what it calls, for a `call_module` node.
+        module: the module that a `call_module` node calls; `None` for other nodes.
     """
     if module is not None:
         return _written_by_module(node, module)
@@ -37,26 +37,26 @@ def written_by(node: Node, module: nn.Module | None) -> tuple[Node, ...] | None:
 
 
 def is_write(target: object) -> bool:
-    """Tell whether a call target writes into an argument: by its name, or as the schema of an operator says."""
+    """Tell whether a call target writes into an argument, by the schema of an operator or by the name of a function."""
     if isinstance(target, OpOverload):
         return bool(schema_of(target).is_mutable)
     return operators.is_write_name(getattr(target, "__name__", ""))
 
 
 def is_pure(node: Node, module: nn.Module | None) -> bool:
-    """Tell whether a node computes the same value of the same inputs, and surely does nothing else."""
+    """Tell whether a node surely has no side effects, and computes the same value for the same inputs."""
     facts = facts_of(node, module)
     known = bool(facts) and written_by(node, module) == () and not draws(node, module)
     return known and (module is None or not any(True for _ in written_parameters(module)))
 
 
 def only_checks(node: Node) -> bool:
-    """Tell whether a node only checks a value, as a capture does where a value decides."""
+    """Tell whether a node is a runtime check, which capture inserts where a branch depends on a value."""
     return getattr(node.target, "__module__", "") == "fxopt.capture.runtime.checks"
 
 
 def draws(node: Node, module: nn.Module | None) -> bool:
-    """Tell whether an operator of torch may draw random numbers: dropout outside of training does not."""
+    """Tell whether an operator of torch may draw random numbers; dropout outside of training does not."""
     branches = graph.branches_of(node.target)
     if branches:
         return any(draws(n, graph.called_module(b, n)) for b in branches for n in b.graph.nodes)
@@ -64,7 +64,7 @@ def draws(node: Node, module: nn.Module | None) -> bool:
         return False
     if module is not None:
         return any(part.training for part in parts(module))
-    if operators.name_of(node) in ("lstm", "gru"):  # `training` is behind `dropout`, the only float
+    if operators.name_of(node) in ("lstm", "gru"):  # `training` follows `dropout`, the only float
         known = [(rate, training) for rate, training in itertools.pairwise(node.args) if type(rate) is float]
         return not known or all(known[0])
     if operators.name_of(node) == "scaled_dot_product_attention":
@@ -76,7 +76,7 @@ def draws(node: Node, module: nn.Module | None) -> bool:
 
 
 def written_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """The parameters and buffers that a call of a module of torch's own may write into."""
+    """Yield the parameters and buffers that a call of a module may write into."""
     for part in parts(module):
         if not operators.is_torch_module(part) or has_forward_hooks(part):
             yield from weights_of(part)
@@ -87,17 +87,20 @@ def written_parameters(module: nn.Module) -> Iterator[Tensor]:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Tell whether a module has hooks on its forward, which may do anything, but for those of torch that compute a weight."""
+    """Tell whether a module has forward hooks, which may do anything; torch's hooks that compute a weight do not count."""
     return len(weight_hooks_of(module)) < len([*_forward_hooks(module)])
 
 
 def weight_hooks_of(module: nn.Module) -> list[Any]:
-    """The hooks of torch that compute a weight of a module in front of each call, as of `weight_norm` and pruning."""
+    """List torch's hooks that compute a weight of a module before each call, such as `weight_norm` and pruning."""
     return [hook for hook in _forward_hooks(module) if type(hook).__module__.startswith("torch.nn.utils.")]
 
 
 def has_hooks_of_users(module: nn.Module) -> bool:
-    """Tell the same of hooks other than those of transformers, which do nothing unless it collects the outputs of layers."""
+    """Tell whether a module has forward hooks other than torch's weight hooks and those of transformers.
+
+    Hooks of transformers do nothing unless transformers collects the outputs of layers.
+    """
     homes = (str(getattr(hook, "__module__", type(hook).__module__)) for hook in _forward_hooks(module))
     return any(not home.startswith(("torch.nn.utils.", "transformers.")) for home in homes)
 
@@ -115,7 +118,7 @@ def _written_by_module(node: Node, module: nn.Module) -> tuple[Node, ...] | None
 
 
 def _works_in_place(module: nn.Module) -> bool:
-    """Tell whether a module writes into its input: inactive dropout gives that back."""
+    """Tell whether a module writes into its input; inactive dropout returns its input unchanged."""
     inactive = isinstance(module, nn.modules.dropout._DropoutNd) and not module.training
     return bool(getattr(module, "inplace", False)) and not inactive
 
@@ -151,7 +154,7 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
 
 
 def _is_made_there(value: Node) -> bool:
-    """Tell whether a call in the graph of this node has made the memory of its value."""
+    """Tell whether the memory of a value was allocated by a call in the same graph."""
     facts, first = facts_of(value), graph.first_argument(value)
     if Fact.VIEW in facts and Fact.SEVERAL not in facts and isinstance(first, Node):
         return _is_made_there(first)
@@ -178,5 +181,5 @@ def _out(node: Node) -> tuple[Node, ...]:
 
 
 def _first_argument(node: Node) -> tuple[Node, ...]:
-    """The tensor, or the list of tensors, that a call is about."""
+    """The tensor or tensors in the first argument of a call, and those passed as `out`."""
     return (*graph.nodes_in(node.args[0] if node.args else node.kwargs), *_out(node))

@@ -1,7 +1,7 @@
-"""Engines that compute the tensors of a captured graph in the place of torch's operators: torch.compile's, OpenVINO, ONNX Runtime.
+"""Engines that compute the tensors of a captured graph instead of torch's operators: torch.compile, OpenVINO, ONNX Runtime.
 
-A graph is cut in three. What checks and reads the inputs comes first, then the *body*, which makes tensors of tensors alone, and
-what makes the outputs comes last. An engine computes the body. Guards, caches and classes of outputs stay in the graph.
+A graph is cut in three parts: nodes that check and read the inputs, the *body*, which computes tensors only from tensors, and
+nodes that build the outputs. An engine computes the body. Guards, caches and classes of outputs stay in the graph.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from fxopt.torch_internals import clear_workspaces, frozen, holding_inductor
 Function = Callable[..., Any]
 
 TORCH, AUTO = "torch", "auto"
-"""The names for torch's own operators, and for the fastest of all engines."""
+"""The names for torch's own operators, and for the fastest engine."""
 
 _NAME = "fxopt_engine"
 _MOST_NUMBER = 2**31 - 1
-_MOST_ERROR = 0.02  # relative to an output, in bfloat16, too; `optimize` judges the accuracy
+_MOST_ERROR = 0.02  # relative to an output, enough for bfloat16; `optimize` judges the accuracy
 
 
 class Unfit(Exception):
-    """A graph is not used, as by an engine; the message says why."""
+    """A graph cannot be used, for example by an engine; the message says why."""
 
 
 class Engine(nn.Module):
-    """The body of a graph, computed by an engine that is made for the inputs of the first call.
+    """The body of a graph, computed by an engine that is prepared for the inputs of the first call.
 
-    Another thread or process than the one that made it may not be able to use an engine: there torch computes the body.
+    In a thread or process that cannot use the prepared engine, torch computes the body.
 
     Args:
         name: one of `ENGINES`.
-        body: takes tensors, and returns a tuple of tensors.
+        body: graph module that accepts tensors, and returns a tuple of tensors.
     """
 
     def __init__(self, name: str, body: GraphModule) -> None:
@@ -77,15 +77,15 @@ class Engine(nn.Module):
             if not self.in_use:
                 raise
             raise_of_signal(error, known)
-            value = self.body(*inputs)  # it raises, too, where the inputs are at fault
-            if not isinstance(error, Unfit):  # it would fail again
+            value = self.body(*inputs)  # the body raises, too, if the inputs are at fault
+            if not isinstance(error, Unfit):  # the engine would fail again
                 self._run = self.body
             warn(f"torch computes a call in the place of {self.name}: {reason_of(error)}", FallbackWarning)
             return value
 
 
 def reason_of(error: Exception) -> str:
-    """The message of an `Unfit`; of another error its kind, and the beginning of its message."""
+    """Return the message of an `Unfit`; for other errors the class, and the beginning of the message."""
     if isinstance(error, Unfit):
         return str(error)
     plain = re.sub(r"\x1b\[[\d;]*m", "", str(error))  # the exporter of ONNX prints in colours
@@ -97,7 +97,7 @@ def _owner(moves: bool) -> tuple[int, int]:
 
 
 def engines_for(device: str) -> Mapping[str, str]:
-    """The engines for a type of device, each with the reason why it cannot be used here; empty where it can."""
+    """Return the engines for a type of device, each with the reason why it cannot be used here; empty if it can."""
     named = {"cpu": ("inductor", *_PACKAGES), "cuda": ("inductor", "cudagraphs")}.get(device, ())
     return {name: _missing(_PACKAGES.get(name, ())) for name in named}
 
@@ -119,7 +119,8 @@ def with_engine(traced: TracedModule, name: str) -> tuple[TracedModule, Engine]:
         name: one of `ENGINES`.
 
     Raises:
-        Unfit: the graph writes into memory that is seen outside of the body, switches modes, or checks values in the body.
+        Unfit: an engine cannot compute the graph. For example, the graph writes into memory that is visible outside of the
+            body, switches modes, or checks values in the body.
     """
     made: Any = sharing_copy(traced)
     for node in reversed(modes.idle(made.graph.nodes)):
@@ -140,7 +141,7 @@ def with_engine(traced: TracedModule, name: str) -> tuple[TracedModule, Engine]:
 
 
 def _cut(index: GraphIndex) -> tuple[dict[Node, None], dict[Node, None]]:
-    """The nodes of the body, and those that need it and do not belong to it."""
+    """Return the nodes of the body, and the later nodes that depend on the body."""
     body: dict[Node, None] = {}
     late: dict[Node, None] = {}
     for node in index.nodes:
@@ -159,9 +160,10 @@ def _cut(index: GraphIndex) -> tuple[dict[Node, None], dict[Node, None]]:
 
 
 def _outputs(body: Collection[Node], late: Collection[Node]) -> tuple[list[Node], set[Node]]:
-    """The tensors that pass the border, and all of the body that is seen behind it.
+    """Return the tensors that the engine outputs, and all nodes of the body whose values are used after the body.
 
-    Attributes, numbers, views and constants are made again there: an engine would hand out its own memory for a constant.
+    Attributes, numbers, views and constants are computed again after the body: an engine would return a constant in its own
+    memory.
     """
     varying: set[Node] = set()
     for node in body:
@@ -181,7 +183,7 @@ def _outputs(body: Collection[Node], late: Collection[Node]) -> tuple[list[Node]
 
 
 def _check_effects(index: GraphIndex, inside: Collection[Node]) -> None:
-    """Raise Unfit if the order of the parts matters: where written memory is seen outside of the body, or modes are switched."""
+    """Raise Unfit if the order of the parts matters: written memory is visible outside of the body, or modes are switched."""
     for node in index.nodes:
         written = () if _is_on_objects(node) or effects.only_checks(node) else index.memory.written_by(node)
         if written is None and node is not index.guard:
@@ -198,7 +200,7 @@ def _is_on_objects(node: Node) -> bool:
 
 
 def _of_several(node: Node) -> Node:
-    """The node that returns several tensors of which this is one; or itself."""
+    """The node whose value is a tuple or list that this node indexes; otherwise the node itself."""
     source = node.args[0] if node.target is operator.getitem else None
     if isinstance(source, Node) and isinstance(graph.value_of(source), tuple | list):
         return _of_several(source)
@@ -206,7 +208,7 @@ def _of_several(node: Node) -> Node:
 
 
 def _is_plain(value: object) -> bool:
-    """Tell whether a value is a tensor or a number, or a tuple or list of such."""
+    """Tell whether a value is a tensor or a number, or a tuple or list of these."""
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return isinstance(value, (Tensor, *graph.NUMBERS))
@@ -225,7 +227,7 @@ def _check_body(body: GraphModule) -> None:
         if node.op == "call_module" and memory.writer_of(index.module(node)):
             raise Unfit(f"{node.name} may write into its layer, at {graph.place(node)}")
     for node in outputs:
-        # Two results of one operator have memory of their own: their views are made behind the border.
+        # Two results of one operator do not share memory; views are not outputs of the body.
         others = (n for n in (*inputs, *outputs) if n is not node and _of_several(n) is not _of_several(node))
         shared = next((n for n in others if memory.may_alias(n, node)), None)
         if shared:
@@ -252,9 +254,9 @@ def _body(
 
 
 def _without_empty(node: Node, known: Mapping[Node, Any]) -> None:
-    """Leave out what `torch.cat` leaves out, an empty vector, with which caches begin: OpenVINO does not know this rule."""
+    """Drop the empty vectors that `torch.cat` ignores, with which caches begin: OpenVINO does not ignore them."""
     value, parts = graph.value_of(node), cast(Any, node.args[0] if node.args else ())
-    if isinstance(parts, tuple | list) and value.dim() > 1:  # then a part with one dimension is empty
+    if isinstance(parts, tuple | list) and value.dim() > 1:  # so a part with one dimension is empty
         values = {n: graph.value_of(n) for n in parts}
         kept = [known[n] for n in parts if values[n].dim() > 1 or values[n].dtype is not value.dtype]
         known[node].args = (kept, *known[node].args[1:])
@@ -293,14 +295,15 @@ def _item(values: tuple[Tensor, ...], number: int) -> Tensor:
 def _inductor(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
     """torch.compile with frozen weights: the graph has checked the inputs, and `optimize` watches the weights."""
     free, compiler = _has_free_sizes(body), cast(Any, torch.compiler)
-    # An expanded input has several elements in one place, into which none can be copied.
+    # `empty_like` gives other strides to an expanded input, whose elements share memory and cannot be copied into.
     strides = [torch.empty_like(tensor).stride() for tensor in inputs]
     needless = compiler.skip_guard_on_all_nn_modules_unsafe if free else compiler.skip_all_guards_unsafe
     recorded, held = not free and all(tensor.is_cuda for tensor in inputs), list[Any]()
     options = {"guard_filter_fn": needless}
     backend = holding_inductor(held) if recorded else "inductor"
     made = torch.compile(body, fullgraph=True, dynamic=free, options=options, backend=backend)
-    # torch.compile does not read this from its options. It compiles again after `torch._dynamo.reset()`, or for a free size of 0 or 1.
+    # torch.compile does not read freezing from its options, and compiles again after `torch._dynamo.reset()`, or for a free
+    # size of 0 or 1: freezing must be on at each call.
     freezing = frozen()
 
     def run(*inputs: Tensor) -> Any:
@@ -320,25 +323,26 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def _cudagraphs(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
-    """A recording of torch's own kernels."""
+    """Record torch's own kernels as a CUDA graph."""
     if _has_free_sizes(body):
         raise Unfit("it takes fixed sizes alone")
     return _Recording(body.forward, inputs, body)
 
 
 class _Recording:
-    """The kernels of a function on a GPU, which one launch starts again.
+    """CUDA graph of a function: one launch replays all its kernels.
 
-    It reads its inputs from places of its own, and copies its outputs: the next run writes into the same memory.
+    A call copies the inputs into tensors of the recording, and returns copies of the outputs: the next run writes into the
+    same memory.
 
     Args:
         function: the function.
-        inputs: tensors such as it takes.
-        held: what holds the kernels and constants of the function, which a recording does not.
+        inputs: example inputs.
+        held: object that keeps alive the kernels and constants of the function, because a CUDA graph does not.
 
     Raises:
-        Unfit: an input is not on the GPU: a recording would hold its value.
-        RuntimeError: the function waits for the GPU, as it does to read a value.
+        Unfit: an input is not on the GPU: the recording would contain its value as a constant.
+        RuntimeError: the function waits for the GPU, for example to read a value.
     """
 
     def __init__(self, function: Function, inputs: tuple[Tensor, ...], held: object) -> None:
@@ -351,9 +355,9 @@ class _Recording:
             self._stream, side = torch.cuda.current_stream(), torch.cuda.Stream()
             side.wait_stream(self._stream)
             with torch.cuda.stream(side):
-                for _ in range(2):  # kernels are chosen and loaded by the first runs
+                for _ in range(2):  # the first runs choose and load kernels
                     function(*self._places)
-            # Else the recording would work in memory of cuBLAS that anybody may free.
+            # Otherwise the recording would use a workspace of cuBLAS that other code may free.
             clear_workspaces()
             with torch.cuda.graph(self._recorded, stream=side, capture_error_mode="thread_local"):
                 self._outputs = function(*self._places)
@@ -361,7 +365,7 @@ class _Recording:
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         stream = torch.cuda.current_stream(self._device)
-        if stream != self._stream:  # the last run may still read the places
+        if stream != self._stream:  # the previous run may still read its inputs
             stream.wait_stream(self._stream)
             self._stream = stream
         for place, tensor in zip(self._places, inputs, strict=True):
@@ -371,7 +375,7 @@ class _Recording:
 
 
 def _openvino(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
-    """OpenVINO, from a graph of torch.export; of its requests each thread has one."""
+    """Compile the body for OpenVINO by way of torch.export; each thread has its own inference request."""
     if any(graph.holds(node, lambda tensor: tensor.dtype == torch.float64) for node in body.graph.nodes):
         raise Unfit("it computes float64 in float32")
     import openvino
@@ -398,7 +402,7 @@ def _openvino(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
 
 
 def _onnxruntime(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
-    """ONNX Runtime, from a graph of torch.export; its threads wait actively for work while it computes, and no longer."""
+    """Compile the body for ONNX Runtime by way of torch.export; its threads spin only during a run."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -417,7 +421,7 @@ def _onnxruntime(body: GraphModule, inputs: tuple[Tensor, ...]) -> Function:
 def _of_arrays(
     body: GraphModule, inputs: tuple[Tensor, ...], compute: Callable[[list[Any]], Any]
 ) -> Function:
-    """A function of tensors that computes with their arrays; Unfit unless it computes what the body does, for other sizes, too."""
+    """Turn a function of arrays into one of tensors; raise Unfit if its results differ from those of the body for any size."""
 
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
         given = [tensor.detach().contiguous().numpy() for tensor in inputs]
@@ -428,7 +432,7 @@ def _of_arrays(
 
 
 def _onnx(exported: Any) -> Any:
-    """The ONNX model of an exported graph, without torch's log of packages that it looks for."""
+    """Convert an exported graph to an ONNX model, without torch's log messages about missing packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -439,10 +443,10 @@ def _onnx(exported: Any) -> Any:
 
 
 def _exported(body: GraphModule, inputs: tuple[Tensor, ...], convert: Callable[[Any], Any]) -> Any:
-    """Convert the body as torch.export gives it; Unfit if that fixes a free size."""
+    """Export the body by torch.export, and convert the result; raise Unfit if torch.export fixes a free size."""
     free = [[dim for dim, size in enumerate(shape) if not isinstance(size, int)] for shape in _shapes(body)]
     known = _known_sizes(body, inputs)
-    # torch.export takes a size of 1 for fixed.
+    # torch.export would fix a size of 1.
     others = {symbol: 2 if value == 1 else value for symbol, value in known.items()}
     if all(tensor.numel() for tensor in inputs):
         inputs = _of_sizes(body, inputs, others)
@@ -460,7 +464,7 @@ def _exported(body: GraphModule, inputs: tuple[Tensor, ...], convert: Callable[[
 
 
 def _probe(body: GraphModule, inputs: tuple[Tensor, ...], run: Function) -> None:
-    """Raise Unfit unless a function computes what the body does for other sizes, too: an exporter may bake one of the example in."""
+    """Raise Unfit if a function and the body differ for other free sizes: an exporter may have fixed a size of the example."""
     known = _known_sizes(body, inputs)
     alike = [[other for other in known if known[other] == value] for value in dict.fromkeys(known.values())]
     tried: set[Any] = set()
@@ -469,8 +473,8 @@ def _probe(body: GraphModule, inputs: tuple[Tensor, ...], run: Function) -> None
         for other in (2 * value, value + 1 if value > 1 else 3):
             given = _of_sizes(body, inputs, known | dict.fromkeys(changed, other))
             try:
-                wanted = body.forward(*given)  # called as a module, torch.fx prints the error
-            except Exception:  # sizes that the model does not take together
+                wanted = body.forward(*given)  # a call of the module would make torch.fx print errors
+            except Exception:  # the model does not accept this combination of sizes
                 continue
             found = run(*given)
             if unlike(wanted, found) or not norm_error(wanted, found) < _MOST_ERROR:
@@ -485,7 +489,7 @@ def _probe(body: GraphModule, inputs: tuple[Tensor, ...], run: Function) -> None
 
 
 def _known_sizes(body: GraphModule, inputs: tuple[Tensor, ...]) -> dict[Any, int]:
-    """The free sizes of the inputs; Unfit if these do not tell all."""
+    """Return the values of the free sizes; raise Unfit if one of them is not itself a size of an input."""
     sizes = [
         (cast(Any, size).node.expr, value)
         for shape, tensor in zip(_shapes(body), inputs, strict=True)
@@ -506,7 +510,7 @@ def _of_sizes(body: GraphModule, inputs: tuple[Tensor, ...], sizes: Mapping[Any,
 
 
 def _resized(tensor: Tensor, sizes: list[int]) -> Tensor:
-    """The tensor in another shape: its elements come again, or the last ones go."""
+    """Resize a tensor in each dimension: repeat its entries, or drop the last ones."""
     for dim, size in enumerate(sizes):
         if size != tensor.shape[dim]:
             tensor = tensor.index_select(dim, torch.arange(size, device=tensor.device) % tensor.shape[dim])
@@ -519,7 +523,7 @@ ENGINES: Mapping[str, tuple[Callable[[GraphModule, tuple[Tensor, ...]], Function
     "openvino": (_openvino, True),
     "onnxruntime": (_onnxruntime, True),
 }
-"""How each engine is made of a body and its inputs, and whether other threads than that which made it can use it."""
+"""For each engine, the function that prepares it for a body and its inputs, and whether other threads can use the result."""
 
 
 def _shapes(body: GraphModule) -> Iterator[torch.Size]:

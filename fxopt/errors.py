@@ -16,7 +16,7 @@ _OURS = re.compile(r"(fxopt|torch)\b")
 class FxoptError(Exception):
     """Base of every error that fxopt raises on purpose. The text ends with the notes, if there are any."""
 
-    # One for each private name that fxopt needs and this torch lacks: that may be the cause of any refusal.
+    # One note for each private name that fxopt needs and this torch lacks, because that may cause any of these errors.
     notes: ClassVar[list[str]] = []
 
     def __str__(self) -> str:
@@ -29,11 +29,11 @@ class TraceError(FxoptError):
 
 
 class GuardError(FxoptError):
-    """A captured graph was called with an input, or in a mode, that it was not proved for."""
+    """A captured graph was called with an input, or in a mode, for which it is not valid."""
 
 
 class PassError(FxoptError):
-    """A pass cannot do what it was asked to; the graph is as it was before."""
+    """A pass cannot do what it was asked to; the graph is unchanged."""
 
 
 class UndoError(PassError):
@@ -41,22 +41,22 @@ class UndoError(PassError):
 
 
 FIRST_CALL = ". Where only the first call does so, call the model once before the capture"
-"""Is in the text of a TraceError about what a model may set up at its first call."""
+"""Advice in the text of a TraceError about state that a model may set up at its first call."""
 
 
 def error_text(error: BaseException) -> str:
-    """The class of an error, and its message."""
+    """Return the class of an error, and its message."""
     return f"{type(error).__name__}: {error}"
 
 
 def raise_of_signal(error: BaseException | None, known: BaseException | None) -> None:
-    """Raise the one among an error and its causes that a handler of a signal has raised, such as that of a time limit, if any did.
+    """Raise an error again if it, or one of its causes, was raised by a signal handler, such as that of a time limit.
 
-    The handler must be a Python function, a partial of one or an object with a `__call__`, and still be in place.
+    The handler must be a Python function, a partial of one or an object with a `__call__`, and still be installed.
 
     Args:
-        error: what was caught.
-        known: the `sys.exception()` of before: what was raised then is no news.
+        error: the caught error.
+        known: the value of `sys.exception()` before the call that failed; this error and its causes are ignored.
     """
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     seen = {id(known)}
@@ -75,7 +75,7 @@ def _code_of(handler: Any) -> types.CodeType | None:
 
 
 def warn(text: str, category: type[Warning]) -> None:
-    """Warn at the line of the caller, behind all frames of fxopt, torch, and the code that these generate."""
+    """Warn at the line of the caller: the first frame outside of fxopt, torch, and the code that these generate."""
     level = 1
     while (frame := sys._getframe(level)).f_back and _OURS.match(frame.f_globals.get("__name__", "fxopt")):
         level += 1
@@ -87,16 +87,16 @@ class FallbackWarning(UserWarning):
 
 
 class VerificationWarning(UserWarning):
-    """A site did not compute what it had computed before, when both were run, and was taken back."""
+    """A rewritten site did not compute the same outputs as the original, and was rolled back."""
 
 
 class UnverifiedWarning(UserWarning):
-    """A site could not be run by itself, so that nothing is known of it but what its pass proved."""
+    """A site could not be run separately, so its rewrite was not verified."""
 
 
 class SaveError(FxoptError):
-    """A graph module cannot be saved; what was in the folder is there as before."""
+    """A graph module cannot be saved; the content of the folder is unchanged."""
 
 
 class LoadError(FxoptError):
-    """A folder holds no graph module that can be loaded: a file is missing, damaged, newer, or names what is refused."""
+    """A folder cannot be loaded: a file is missing, damaged, of another format, or names code that is refused."""

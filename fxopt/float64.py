@@ -1,4 +1,4 @@
-"""Computes in float64 what a model computes in a lower precision."""
+"""Runs models of a lower precision in float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOWER = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def wide_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which to compute with a tensor, where floating numbers are of `dtype`."""
+    """The dtype of a tensor after conversion of floating numbers to `dtype`; complex tensors get the complex counterpart."""
     if dtype is None or not rounds(tensor):
         return tensor.dtype
     return dtype.to_complex() if tensor.is_complex() else dtype
@@ -31,7 +31,7 @@ def wide_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 class Float64(TorchDispatchMode):  # type: ignore[misc]
     """While this mode is active, operators compute in float64, also where a model creates a tensor or names a lower dtype.
 
-    Convert weights to float64 before: composite operators such as `lstm` compare dtypes before they reach a mode. An
+    Convert weights to float64 first: composite operators such as `lstm` compare dtypes before the mode sees the call. An
     operator that does not accept float64, such as a quantized one, computes in float32.
 
     Example:
@@ -42,7 +42,7 @@ class Float64(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, schema = kwargs or {}, schema_of(operator)
-        # What reads bits or draws numbers (`rand`, `randn_like`) finds those of the model.
+        # Operators that read bits or draw numbers (`rand`, `randn_like`) run in float32, and so give the model's values.
         if operator is torch.ops.aten.view.dtype or operator.__name__.startswith("rand"):
             return _in(torch.float64, operator(*_in(torch.float32, args), **kwargs))
         written = [each.alias_info is not None and each.alias_info.is_write for each in schema.arguments]
@@ -57,7 +57,7 @@ class Float64(TorchDispatchMode):  # type: ignore[misc]
 
     @staticmethod
     def _of_integers(operator: Any, args: Any, kwargs: Any) -> Any:
-        """The floating values that an operator makes of numbers and integers, such as `torch.zeros(2)` and `indices / 3`."""
+        """Compute in float64 the floating result of numbers and integers, such as `torch.zeros(2)` and `indices / 3`."""
         if any(each.name == "dtype" for each in schema_of(operator).arguments):
             return operator(*args, **kwargs, dtype=torch.float64)
 
@@ -69,7 +69,7 @@ class Float64(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _in(dtype: torch.dtype, value: Any) -> Any:
-    """Nested arguments with floating tensors in `dtype`; dtypes that are lower than `dtype` become `dtype`."""
+    """Convert the floating tensors of nested arguments to `dtype`; float32, bfloat16 and float16 as values become `dtype`."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -91,7 +91,7 @@ def in_float64(module: M) -> M:
             f"a {type(module).__name__} is no torch.nn.Module: make a function the forward of one"
         )
     copied = copy.deepcopy(module)
-    # A buffer of two layers is converted once, and stays one.
+    # The cache converts a buffer of two layers once, so that the layers still share it.
     try:
         converter_of(copied)(functools.cache(lambda t: t.to(wide_dtype(t, torch.float64))))
     except GuardError as error:
@@ -103,7 +103,7 @@ def in_float64(module: M) -> M:
 
     @functools.wraps(forward)
     def in_mode(*args: Any, **kwargs: Any) -> Any:
-        with Float64():  # a forward may make tensors, or name a dtype
+        with Float64():  # a forward may create tensors, or name a dtype
             return forward(*args, **kwargs)
 
     copied.forward = in_mode
@@ -111,11 +111,11 @@ def in_float64(module: M) -> M:
 
 
 def run_in_float64(traced: GraphModule, values: Any) -> Any:
-    """Run a graph in float64, with the weights of one layer at a time in float64.
+    """Run a graph in float64, with float64 copies of the weights of only one layer at a time.
 
     Args:
-        traced: the graph. Its weights and buffers keep their values.
-        values: the values of the placeholders, in order, which keep theirs.
+        traced: the graph. Its weights and buffers are not changed.
+        values: the values of the placeholders, in order. They are not changed.
     """
     with torch.no_grad():
         return _Interpreter(traced).run(*mapped(values, _wide_copy))
@@ -129,12 +129,12 @@ class _Interpreter(torch.fx.Interpreter):
         self._read = dict[str, Any]()
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return next(self.args_iter)  # that of `*args` has others behind it, by keyword
+        return next(self.args_iter)  # torch's would give `*args` all remaining values
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         module: Any = self.fetch_attr(target)
         if getattr(module, "checks_inputs", False):
-            return None  # it would ask for the dtype of the capture
+            return None  # the guard would require the dtype of the capture
         if any(map(rounds, weights_of(module))):
             module = copy.deepcopy(module)
             converter_of(module)(lambda tensor: tensor.to(wide_dtype(tensor, torch.float64)))
@@ -154,7 +154,7 @@ class _Interpreter(torch.fx.Interpreter):
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
-        if isinstance(value, Tensor):  # written by one node and read by another one, a buffer is one copy
+        if isinstance(value, Tensor):  # one copy for all nodes that read or write it
             return self._read.setdefault(target, _wide_copy(value))
         return value
 

@@ -1,4 +1,4 @@
-"""The layers of torch.nn that compute what functions of torch do with weights."""
+"""The layers of torch.nn that are equivalent to functions of torch with weights."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Function(NamedTuple):
     """A function with weights.
 
     Attributes:
-        value: the argument that is no weight.
-        tensors: the attributes of the layer, by argument.
-        make: makes the layer, on the meta device, of the shapes of its tensors, the rank of its input, and the other
-            arguments. It raises a TypeError for those that the layer does not have, and a ValueError with a reason.
-        turned: whether the layer has the transposed weight.
+        value: the argument that is the input of the layer.
+        tensors: for each argument that is a weight, the attribute of the layer.
+        make: function that makes the layer from the shapes of its tensors, the rank of its input, and the other arguments.
+            It raises a TypeError for arguments that the layer does not have, and a ValueError with a reason to refuse.
+        turned: whether the weight of the layer is the transposed weight of the function.
     """
 
     value: str
@@ -27,7 +27,7 @@ class Function(NamedTuple):
 
 Shapes = Mapping[str, tuple[int, ...]]
 COUNT = "num_batches_tracked"
-"""The buffer of normalization that no function has."""
+"""The buffer of batch normalization layers that is not an argument of any function."""
 
 
 def _linear(shapes: Shapes, rank: int | None) -> nn.Module:
@@ -109,4 +109,4 @@ FUNCTIONS: Mapping[str, Function] = {
     "rms_norm": Function("self", {"weight": "weight"}, _rms_norm),
     "embedding": Function("self", {"weight": "weight"}, _embedding),
 }
-"""The functions by the name of their operator."""
+"""The functions by operator name."""

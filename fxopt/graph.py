@@ -1,4 +1,4 @@
-"""Questions about the nodes of a graph: what they take and give, and where in the model they come from."""
+"""Questions about the nodes of a graph: their inputs and values, and where in the model they come from."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ T = TypeVar("T", bound=Hashable)
 V = TypeVar("V")
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size, torch.dtype, torch.device)
-"""The types of values that are no tensors and hold none: numbers, and what describes tensors."""
+"""The types of values that neither are nor contain tensors: numbers, and properties of tensors."""
 
 
 def check_graph_module(value: Any, what: str) -> None:
-    """Raise a TypeError that says what to do if `value` is no GraphModule, most likely a model; `what` is what takes one."""
+    """Raise a TypeError with advice if `value` is not a GraphModule; `what` begins the text, such as `draw takes`."""
     if not isinstance(value, GraphModule):
         raise TypeError(
             f"{what} a torch.fx.GraphModule, got {type(value).__name__}: "
@@ -43,7 +43,7 @@ def check_graph_module(value: Any, what: str) -> None:
 
 
 def input_of(node: Node, module: nn.Module) -> Node | None:
-    """The node that a one-input module is called with, by position or by keyword; `None` if unclear."""
+    """The node that is the only argument of a module call, by position or by keyword; `None` if unclear."""
     names = positional(type(module).forward)[1:]  # the first one is self
     values = [*node.args, *node.kwargs.values()]
     if (
@@ -57,7 +57,7 @@ def input_of(node: Node, module: nn.Module) -> Node | None:
 
 @functools.lru_cache(maxsize=1024)
 def positional(function: Any) -> list[str]:
-    """The parameters that a function takes by position; none where it has no signature, as many builtins."""
+    """The names of the positional parameters of a function; empty if it has no signature, as many builtins."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -81,7 +81,7 @@ def argument(node: Node, name: str) -> Any:
 
 
 def first_argument(node: Node) -> Any:
-    """The value that a call takes first, by position or as `input`; `None` if there is none."""
+    """The first argument of a call, by position or as `input`; `None` if there is none."""
     return node.args[0] if node.args else node.kwargs.get("input")
 
 
@@ -93,18 +93,18 @@ def function_name(node: Node) -> str:
 
 
 def turns_autocast_on(node: Node) -> bool:
-    """Tell whether a node enters an autocast block that is not switched off: the block chooses the dtypes of what is computed in it."""
+    """Tell whether a node enters an enabled autocast block, which chooses the dtypes of the computations in it."""
     return "enter_autocast" in function_name(node) and node.args[2:3] != (False,)
 
 
 def use_obstacle(node: Node, users: Collection[Node]) -> str | None:
-    """Name the users of a node other than these; `None` if there are none."""
+    """Return a reason that names the users of `node` that are not in `users`; `None` if there are none."""
     others = [user.name for user in node.users if user not in users]
     return f"{node.name} is also used by {', '.join(others)}" if others else None
 
 
 def value_of(node: Node) -> Any:
-    """A node's value as the trace described it, with tensors without data; `None` if unknown."""
+    """A node's value as the trace recorded it, with fake tensors; `None` if unknown."""
     value = node.meta.get("val")
     if value is None and node.target is operator.getitem:
         whole, key = node.args
@@ -115,21 +115,21 @@ def value_of(node: Node) -> Any:
 
 
 def nodes_in(arguments: Any) -> list[Node]:
-    """The nodes among nested arguments, in order, and as often as they stand there."""
+    """List the nodes in nested arguments, in order, with repetitions."""
     found: list[Node] = []
     map_arg(arguments, found.append)
     return found
 
 
 def leaf_arguments(call: Any) -> list[Any]:
-    """The leaves of the arguments of a node, or of what has its fields: nodes, numbers, dtypes and others."""
+    """List the leaves of the arguments of a node, or of an object with its fields: nodes, numbers, dtypes and others."""
     found: list[Any] = []
     map_aggregate((call.args, call.kwargs), found.append)
     return found
 
 
 def numbers_in(calls: Iterable[Any]) -> list[int | float]:
-    """The numbers among the arguments of nodes, or of what has their fields, each once."""
+    """List the numbers in the arguments of nodes, or of objects with their fields, each once."""
     leaves = (leaf for call in calls for leaf in leaf_arguments(call))
     return list(dict.fromkeys(leaf for leaf in leaves if type(leaf) in (int, float)))
 
@@ -140,7 +140,7 @@ def called_module(root: nn.Module, node: Node) -> nn.Module | None:
 
 
 def called_with(call: Any, module: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of a call, which is a node or has its fields, with other arguments; `module` is what a `call_module` calls."""
+    """Run a call, a node or an object with its fields, with other arguments; `module` is the module of a `call_module`."""
     if call.op == "call_method":
         return getattr(args[0], call.target)(*args[1:], **kwargs)
     function: Any = call.target if module is None else module
@@ -148,13 +148,13 @@ def called_with(call: Any, module: nn.Module | None, args: Sequence[Any], kwargs
 
 
 def branches_of(target: Any) -> list[Any]:
-    """The two graphs of a call target that runs one of them; none for other targets."""
+    """The two graph modules of a call target that runs one of them; empty for other targets."""
     sides = [getattr(target, side, None) for side in ("true_branch", "false_branch")]
     return [] if None in sides else sides
 
 
 def free_name(graph: Graph, name: str) -> None:
-    """Let a graph give a name again, and count from there, as before it gave that name."""
+    """Let a graph use a name again: restore its name counter to the state before the name was given."""
     used_names(graph).discard(name)
     counts, (base, _, number) = name_counts(graph), name.rpartition("_")
     if number.isdecimal():
@@ -162,7 +162,7 @@ def free_name(graph: Graph, name: str) -> None:
 
 
 def reached(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> Iterator[T]:
-    """Nodes, or whatever leads to others: the first ones, and all that they lead to in some steps, each once."""
+    """Yield the items of `start`, and all items that `following` leads to from them, each once."""
     pending = list(dict.fromkeys(start))
     seen = {*pending}
     while pending:
@@ -174,7 +174,7 @@ def reached(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> Iterat
 
 
 def grouped(pairs: Iterable[tuple[T, V]]) -> dict[T, list[V]]:
-    """The second entries of pairs by the first, each in the order of the pairs.
+    """Group the second entries of pairs by the first, in the order of the pairs.
 
     Example:
         >>> grouped([("a", 1), ("b", 2), ("a", 3)])
@@ -187,7 +187,7 @@ def grouped(pairs: Iterable[tuple[T, V]]) -> dict[T, list[V]]:
 
 
 def holds(node: Node, condition: Callable[[Tensor], bool]) -> bool:
-    """Tell whether the value of `node`, as the trace described it, is or contains a tensor with a property."""
+    """Tell whether the value of `node`, as the trace recorded it, is or contains a tensor that meets a condition."""
     return any(isinstance(leaf, Tensor) and condition(leaf) for leaf in pytree.tree_leaves(value_of(node)))
 
 
@@ -210,7 +210,7 @@ def rank_of(node: Node) -> int | None:
 
 
 def shape_of(node: Node) -> tuple[int, ...] | None:
-    """The shape of a node's tensor in the example that was traced, from its metadata; `None` if unknown."""
+    """The shape of a node's tensor for the example inputs of the trace; `None` if unknown."""
     sizes = getattr(_description(node), "shape", None)
     if sizes is None or any(isinstance(size, torch.SymInt) and not size.node.has_hint() for size in sizes):
         return None
@@ -218,7 +218,7 @@ def shape_of(node: Node) -> tuple[int, ...] | None:
 
 
 def unknown_shape(node: Node) -> str:
-    """Say that the shape of a value is unknown, and what its user can do."""
+    """Return a reason that the shape of a value is unknown, with advice for the user."""
     if isinstance(_description(node), Tensor):
         return f"the shape of {node.name} depends on the values of an input"
     return (
@@ -229,11 +229,11 @@ def unknown_shape(node: Node) -> str:
 
 def _description(node: Node) -> Any:
     value = value_of(node)
-    return node.meta.get("tensor_meta") if value is None else value  # that is what fx's ShapeProp writes
+    return node.meta.get("tensor_meta") if value is None else value  # fx's ShapeProp writes `tensor_meta`
 
 
 def module_path(node: Node) -> str:
-    """The module that a node calls or belongs to; empty where the trace does not tell."""
+    """The path of the module that a node calls or belongs to; empty if unknown."""
     if node.op == "call_module":
         return str(node.target)
     stack = node.meta.get("nn_module_stack")
@@ -241,28 +241,28 @@ def module_path(node: Node) -> str:
 
 
 def source_line(node: Node) -> str:
-    """`file:line` of the model's code that a node stands for; empty where the trace does not tell."""
+    """`file:line` of the model's code that a node comes from; empty if unknown."""
     frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
     own = [f"{file}:{line}" for file, line in frames if not file.startswith(_TORCH)]
     return own[-1] if own else ""
 
 
 ORIGIN = ("nn_module_stack", "stack_trace")
-"""The keys of the metadata that says where in the model a node comes from."""
+"""The keys of the metadata that tells where in the model a node comes from."""
 
 
 def origin_of(node: Any) -> dict[str, Any]:
-    """The metadata that says where in the model a node comes from, or what has its metadata."""
+    """The metadata that tells where in the model a node, or an object with its `meta`, comes from."""
     return {key: node.meta[key] for key in ORIGIN if key in node.meta}
 
 
 def place(node: Node) -> str:
-    """A node with its module and its line in the model, as far as they are known, for a message."""
+    """Describe a node for a message: its name, and its module and line in the model, if known."""
     return place_text(node.name, module_path(node), source_line(node))
 
 
 def place_text(name: str, path: str, line: str) -> str:
-    """The same, of what is known already."""
+    """Describe a node for a message by its name, its module path and its source line."""
     where = [f"in {path}" if path else "", f"from {line}" if line else ""]
     text = ", ".join(filter(None, where))
     return f"{name} ({text})" if text else name
@@ -272,7 +272,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def placed(module: nn.Module, graph_module: GraphModule, node: Node) -> nn.Module:
-    """Move a new module to the device of a graph module, and to the floating dtype that `node` works in, where known."""
+    """Move a new module to the device of a graph module, and to the floating dtype of `node`, if known."""
     floating = (parameter for parameter in graph_module.parameters() if parameter.is_floating_point())
     first = next(floating, value_of(node))
     if not isinstance(first, Tensor):
@@ -282,13 +282,13 @@ def placed(module: nn.Module, graph_module: GraphModule, node: Node) -> nn.Modul
 
 
 def like(described: Tensor, shape: Sequence[Any] | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """A description of a tensor like another one, with another shape or dtype."""
+    """Make a fake or meta tensor like `described`, with another shape or dtype."""
     dtype, on = dtype or described.dtype, "meta" if isinstance(described, FakeTensor) else described.device
     if shape is None:
         empty = torch.empty_strided(described.shape, described.stride(), dtype=dtype, device=on)
     else:
         empty = torch.empty(tuple(shape), dtype=dtype, device=on)
-    # `described.new_empty` gives the same by way of the dispatcher, in ten times the time.
+    # `described.new_empty` would go through the dispatcher, and take ten times as long.
     if isinstance(described, FakeTensor):
         empty = FakeTensor(described.fake_mode, empty, described.device)
     return empty
@@ -296,7 +296,7 @@ def like(described: Tensor, shape: Sequence[Any] | None = None, dtype: torch.dty
 
 @contextlib.contextmanager
 def describing(value: Tensor) -> Iterator[None]:
-    """Compute descriptions such as this one; what they ask of free sizes is no guard of the graph."""
+    """Compute with fake tensors like `value` in this block; questions about free sizes add no guards to the graph."""
     mode = value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext()
     shape_env = getattr(mode, "shape_env", None)
     with (
@@ -308,7 +308,7 @@ def describing(value: Tensor) -> Iterator[None]:
 
 
 def shape_env_of(graph_module: GraphModule) -> Any:
-    """The `ShapeEnv` of the free sizes of the inputs; None where all sizes are fixed."""
+    """The `ShapeEnv` of the free sizes of the inputs; None if all sizes are fixed."""
     nodes = graph_module.graph.find_nodes(op="placeholder")
     leaves = (leaf for node in nodes for leaf in pytree.tree_leaves(value_of(node)))
     sizes: Iterator[Any] = (size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape)
@@ -316,13 +316,13 @@ def shape_env_of(graph_module: GraphModule) -> Any:
 
 
 def suppressing_guards(graph_module: GraphModule) -> contextlib.AbstractContextManager[None]:
-    """Keep free sizes free in the descriptions of values, also where a pass takes one for a number, as by `int`."""
+    """Keep free sizes free in this block, even if a pass converts one to a number, as by `int`."""
     env = shape_env_of(graph_module)
     return contextlib.nullcontext() if env is None else env.suppress_guards()
 
 
 def alike(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Tell whether sizes are the same in every run: written alike, or so by what the trace has found out."""
+    """Tell whether sizes are the same in every run: as expressions, or by the facts that the trace recorded."""
     return len(sizes) == len(others) and all(
         str(size) == str(other) or statically_known_true(size == other)
         for size, other in zip(sizes, others, strict=True)
@@ -330,10 +330,10 @@ def alike(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def recast(described: Any, old: torch.dtype, new: torch.dtype) -> Any:
-    """The description of a value, maybe of several tensors, with those of one dtype in another."""
+    """Change the dtype `old` to `new` in the fake tensors of a value."""
 
     def renewed(leaf: Any) -> Any:
-        # Not `to`: autograd may forbid to read a view that was written into.
+        # Not by `to`: autograd may forbid reading a view that was written into.
         return like(leaf, dtype=new) if isinstance(leaf, Tensor) and leaf.dtype == old else leaf
 
     return pytree.tree_map(renewed, described)

@@ -30,7 +30,7 @@ class GraphIndex:
 
     A pass creates an index at the beginning of `match`. The index describes the graph at that time; create a new index after
     a change. Answers are conservative. A method named `…obstacle` returns a sentence for `Refusal` if a rewrite may change
-    the outputs, and `None` if the rewrite is safe. The sentences cover hooks, replaced forwards, further calls and names of
+    the outputs, and `None` if the rewrite is safe. The reasons are hooks, replaced forwards, further calls and names of
     a module, tied weights, and writes into memory.
 
     Args:
@@ -120,7 +120,7 @@ class GraphIndex:
         return self.inexact(node, kind) or self.place_obstacle(node) or self._unusual(self.module(node))
 
     def place_obstacle(self, node: Node) -> str | None:
-        """Return the reason against putting another module at the place of the one that `node` calls, whatever that is.
+        """Return the reason against replacing the module that `node` calls, whatever its type.
 
         The module must have one name and one call. No node may read or call a part of the module, and the module may share no
         tensor with another one.
@@ -191,10 +191,10 @@ class GraphIndex:
                 yield name, other
 
     def removing_obstacle(self, node: Node) -> str | None:
-        """Return the reason against removing the call `node` of a module, whose weights a pass may read before.
+        """Return the reason against removing the module call `node`, even if a pass reads the weights of the module first.
 
-        The method covers the module: hooks, direct reads of its attributes, writes into its statistics and weights. It does
-        not compare values: the new value must equal the value of `node`. There is none for a node that calls no module.
+        The method checks the module: hooks, direct reads of its attributes, writes into its statistics and weights. It does
+        not compare values: the caller makes sure that the new value equals that of `node`. `None` if `node` calls no module.
         """
         module = self.called(node)
         if module is None:
@@ -236,22 +236,22 @@ class GraphIndex:
         return Memory(self.graph_module, self.position, self.called)
 
     def _is_container(self, path: str) -> bool:
-        """Tell whether the module at `path` only holds others, and belongs to the graph module."""
+        """Tell whether the module at `path` is a plain container that belongs to the graph module only."""
         return not path or not self._foreign_parent(f"{path}.x")
 
     def _first_call(self, path: str) -> Node | None:
-        """The first node that calls a module which is at `path`, or holds what is there."""
+        """The first node that calls the module at `path` or a module that contains `path`."""
         calls = map(self._first_calls.get, prefixes(path))
         return min(filter(None, calls), key=self.position.__getitem__, default=None)
 
     @functools.cached_property
     def _calls(self) -> dict[int, list[Node]]:
-        """The nodes that call each module, which its id stands for."""
+        """For the id of each module, the nodes that call the module."""
         return grouped((id(self.module(call)), call) for call in self.calls_like(nn.Module))
 
     @functools.cached_property
     def _names(self) -> dict[int, list[str]]:
-        """The names of each module, which its id stands for."""
+        """For the id of each module, its names."""
         return grouped((id(module), name) for name, module in self.modules.items())
 
     @functools.cached_property
@@ -286,12 +286,12 @@ class GraphIndex:
 
     @functools.cached_property
     def _reads(self) -> dict[str, Node]:
-        """For each path that a node reads, a tensor or a module with all that it holds, such a node."""
+        """For each path of a tensor or module that a `get_attr` node reads, one such node."""
         return {str(node.target): node for node in self.nodes if node.op == "get_attr"}
 
     @functools.cached_property
     def _readers(self) -> dict[str, Node]:
-        """For each path that a node reads, or reads something below of, the first such node."""
+        """For each path, the first node that reads the attribute at this path or a part of it."""
         found: dict[str, Node] = {}
         for node in (node for node in self.nodes if node.op == "get_attr"):
             for prefix in prefixes(str(node.target)):
@@ -310,7 +310,7 @@ class GraphIndex:
 
     @functools.cached_property
     def _holders(self) -> dict[int, list[tuple[str, str, Tensor]]]:
-        """For each storage, the tensors in it, with the path of the module that holds them and their qualified name."""
+        """For each storage, its tensors, each with the path of its module and its qualified name."""
         return grouped(
             (storage_of(tensor), (path, f"{path}.{name}" if path else name, tensor))
             for path, module in self.modules.items()
@@ -319,7 +319,7 @@ class GraphIndex:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers that a module itself holds."""
+    """The parameters and buffers of a module, without those of its children."""
     both = {**parameters_of(module), **buffers_of(module)}
     return {name: tensor for name, tensor in both.items() if tensor is not None}
 

@@ -1,4 +1,4 @@
-"""The code of users, which may raise anything: modules imported by their names, and errors in a line."""
+"""Imports code of users, which may raise anything, and describes its errors in one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def imported(name: str, failure: type[Exception]) -> ModuleType:
-    """Import the module of this name; whatever its code raises becomes a `failure`.
+    """Import the module of this name; any error of its code is raised as a `failure`.
 
     Example:
         >>> imported("operator", ValueError).add(1, 2)
@@ -21,7 +21,7 @@ def imported(name: str, failure: type[Exception]) -> ModuleType:
 
 
 def in_a_line(error: BaseException) -> str:
-    """The kind of an error, its text, and the line that raised it, but for those of the import itself."""
+    """Describe an error: its class, its text, and the last line of its traceback outside of the import machinery."""
     lines = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
     own = [line for line in lines if "importlib" not in line and not line.startswith(__file__)]
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,7 +1,7 @@
-"""Layers that hold their weight packed as a kernel wants it.
+"""Layers with a weight that is also stored in a kernel's own layout: a packed weight.
 
-A packed layer is the layer itself, with the same parameters, and computes with the packed weight where that gives the
-same: on the CPU, in the dtype of its weight, where no gradient is asked for. Elsewhere it is the plain layer.
+A packed layer shares the parameters of the plain layer. It computes with the packed weight if the result is equivalent: on
+the CPU, in the dtype of the weight, without gradients. Otherwise it computes as the plain layer does.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fxopt.torch_internals import is_transforming, parameters_of, version_of
 class PackedLayer(nn.Module):
     """A layer with a packed weight; it may add a tensor, and apply an activation, in the same step.
 
-    Its parameters are those of the layer that it was made of. After a change of the weight it packs again. Unnoticed is
-    what does not raise the version of the weight, but for steps of optimizers: writes through `weight.data` or numpy, and
-    into weights that were made under `torch.inference_mode`, unless the layer was called with gradients since.
+    Its parameters are those of the plain layer. After a change of the weight, the layer packs the weight again. It detects
+    changes by the version of the weight, and steps of fused optimizers. It does not detect writes through `weight.data` or
+    numpy, or into weights that were made under `torch.inference_mode`, until it is called with gradients.
 
     Attributes:
-        kernel: `onednn`, `mkl`, `matmul` for convolutions of single pixels, or one that rounds: `int8` and `int8_weight`.
-        packed_for: the shape of the inputs that it is packed for; it takes others as well.
+        kernel: `onednn`, `mkl`, `matmul` for 1x1 convolutions, or a kernel that rounds the weight: `int8`, `int8_weight`.
+        packed_for: the input shape that the weight is packed for; the layer accepts other shapes as well.
     """
 
     kernel: str
@@ -58,7 +58,7 @@ class PackedLinear(PackedLayer, nn.Linear):
 
 
 class PackedConv1d(PackedLayer, nn.Conv1d):
-    """A `torch.nn.Conv1d` with a packed weight, whose outputs have the layout of images of one row in channels_last.
+    """A `torch.nn.Conv1d` with a packed weight, whose outputs are laid out as one-row images in channels_last.
 
     Example:
         >>> import torch
@@ -90,9 +90,9 @@ PACKED: Mapping[type[nn.Module], type[nn.Module]] = {
 
 _PLAIN = {packed: plain for plain, packed in PACKED.items()}
 
-# The packed weights that layers have, by kernel and place of the weight.
+# The packed weights of all layers, by kernel and by address, shape, strides and dtype of the weight.
 _shared = weakref.WeakValueDictionary[Any, Packed]()
-_lock = threading.RLock()  # layers of one weight share what is packed, whichever threads call them
+_lock = threading.RLock()  # layers with one weight share its packed form across threads
 
 
 def packed_layer(layer: nn.Module, kernel: str, shape: Sequence[int]) -> nn.Module:
@@ -101,7 +101,7 @@ def packed_layer(layer: nn.Module, kernel: str, shape: Sequence[int]) -> nn.Modu
     Args:
         layer: a `torch.nn.Linear`, `torch.nn.Conv1d` or `torch.nn.Conv2d`.
         kernel: one of `kernels_for(layer)`.
-        shape: of the inputs to expect.
+        shape: the shape of the expected inputs.
     """
     packed = with_parameters(layer, parameters_of(layer))
     packed.__class__ = PACKED[type(layer)]
@@ -110,19 +110,19 @@ def packed_layer(layer: nn.Module, kernel: str, shape: Sequence[int]) -> nn.Modu
 
 
 def plain_layer(packed: Any) -> nn.Module:
-    """The layer that a packed one is made of, with the parameters that it has now."""
+    """Make the plain layer of a packed layer, with the current parameters of the packed layer."""
     plain: nn.Module = with_parameters(packed, parameters_of(packed))
     plain.__class__ = _PLAIN[type(packed)]
     return plain
 
 
 def kernels_for(layer: nn.Module, *, rounding: bool = False, alone: bool = False) -> list[str]:
-    """The kernels of this machine that can compute a layer, besides the plain one; none where there is no such.
+    """List the kernels on this machine that can compute a layer with a packed weight.
 
     Args:
         layer: a `torch.nn.Linear`, `torch.nn.Conv1d` or `torch.nn.Conv2d`.
-        rounding: name those, too, that round the weight.
-        alone: leave out those that need the weight beside the packed one.
+        rounding: whether to include kernels that round the weight.
+        alone: whether to leave out kernels that need the plain weight in addition to the packed one.
     """
     weight = parameters_of(layer).get("weight")
     if weight is None or weight.device.type != "cpu" or not weight.numel() or not pads_zeros(layer):
@@ -139,24 +139,24 @@ def kernels_for(layer: nn.Module, *, rounding: bool = False, alone: bool = False
 
 
 def fuses_epilogues(packed: nn.Module) -> bool:
-    """Tell whether a packed layer adds and activates in the same step."""
+    """Tell whether a packed layer adds a tensor and applies an activation in the same step."""
     kernel = _kernel_of(packed)
     return kernel is not None and not kernel.rounds
 
 
 def unguarded(packed: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:
-    """The function that a packed layer computes with, without what the layer asks on each call.
+    """Return the function that a packed layer computes with, without the checks that the layer makes on each call.
 
-    It is for a caller that knows the answers: no gradients are recorded and nothing traces, autocast is off, all inputs
-    are dense tensors on the CPU, and the parameters stay as they are.
+    The caller must make sure that no gradients are recorded, nothing traces, autocast is off, all inputs are dense tensors
+    on the CPU, and the parameters do not change.
 
     Args:
         packed: the layer.
-        dtype: of its inputs.
+        dtype: the dtype of its inputs.
 
     Returns:
-        A function of the input, of what to add, the activation, and whether the sum may be written into what is added;
-        None where the layer would compute without its packed weight.
+        A function of the input, a tensor to add, the activation, and whether the sum may overwrite the added tensor; None
+        if the layer would compute without its packed weight.
     """
     kernel, weight, bias = _kernel_of(packed), parameters_of(packed)["weight"], parameters_of(packed)["bias"]
     if kernel is None or dtype not in kernel.dtypes or not _are_read(weight, bias, dtype):
@@ -165,7 +165,7 @@ def unguarded(packed: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:
 
 
 def packed_weight(packed: Any) -> Packed | None:
-    """The packed weight of a layer that has computed with it, or that was given to `unguarded`."""
+    """The packed weight of a layer; `None` before the first call with a packed weight and before `unguarded`."""
     held = vars(packed).get("_packed")
     return None if held is None else held[2]
 
@@ -189,13 +189,13 @@ def _forward(
         if kernel is not None and input.dtype in kernel.dtypes and not input.shape[-1] % kernel.multiple:
             run = _packed(layer, kernel).run
             return run(parameters_of(layer)["bias"], input, other, activation, False)
-    # What happens meanwhile may leave no trace in the version of the weight.
+    # Drop the packed weight: writes before the next packed call may not change the version of the weight.
     layer.__dict__.pop("_packed", None)
     return finished(plain(input), other, activation)
 
 
 def _can_run(layer: nn.Module, input: Tensor, other: Tensor | None) -> bool:
-    """Tell whether an operator without derivatives, and which only knows dense tensors, does what the layer does."""
+    """Tell whether the kernel, which has no derivatives and requires dense tensors, computes the same as the layer."""
     weight, bias = parameters_of(layer).get("weight"), parameters_of(layer).get("bias")
     if not _are_read(weight, bias, input.dtype):
         return False
@@ -216,7 +216,7 @@ def _can_run(layer: nn.Module, input: Tensor, other: Tensor | None) -> bool:
 
 
 def _are_read(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> bool:
-    """Tell whether kernels read a weight and a bias as they are: they ask neither for the size of a bias nor for its strides."""
+    """Tell whether kernels read a weight and a bias correctly: kernels check neither the size nor the strides of a bias."""
     return (
         type(weight) is nn.Parameter
         and _is_dense(weight, dtype)
@@ -237,7 +237,7 @@ def _is_dense(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _packed(layer: Any, kernel: Kernel) -> Packed:
-    """The packed weight, made anew where the weight is another one, or was written into."""
+    """Return the packed weight; pack again if the weight was replaced or written into."""
     weight: Tensor = layer.weight
     version = 0 if weight.is_inference() else version_of(weight)
     held = layer.__dict__.get("_packed")
@@ -248,14 +248,14 @@ def _packed(layer: Any, kernel: Kernel) -> Packed:
             packed = _shared.get(key) if kernel.any_shape else None
             if packed is None or not _holds(packed, weight):
                 packed = _shared[key] = kernel.pack(layer, layer.packed_for)
-        # The old weight is held, too, so that no other one can have its address.
+        # Keep the weight alive as well, so that no other weight can get its address.
         held = layer.__dict__["_packed"] = (weight.detach(), seen, packed)
     found: Packed = held[2]
     return found
 
 
 _fused_steps = [0]
-"""How many steps fused optimizers have made, which leave the versions of weights as they were."""
+"""The number of steps of fused optimizers, which change weights without changing their versions."""
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -266,7 +266,7 @@ register_optimizer_step_post_hook(_after_step)
 
 
 def _holds(packed: Packed, weight: Tensor) -> bool:
-    """Tell whether a weight is what was packed: a write that leaves no trace may have come between."""
+    """Tell whether a weight still equals the one that was packed: an undetected write may have changed it."""
     unpacked = None if packed.unpack is None else packed.unpack()
     return unpacked is not None and unpacked.dtype is weight.dtype and torch.equal(unpacked, weight)
 

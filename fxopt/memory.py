@@ -1,6 +1,6 @@
 """Finds the values of a graph that may share memory, and the nodes that write into it.
 
-Answers are conservative: what cannot be shown to be apart may share memory.
+Answers are conservative: two values may share memory unless the opposite can be shown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Memory:
     Args:
         graph_module: the graph module to describe.
         position: index of each node in graph order.
-        called: gives the module that a node calls, and `None` for other nodes.
+        called: function that returns the module that a node calls, and `None` for other nodes.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Memory:
         return None
 
     def runs(self, nodes: Iterable[Node], value: Node) -> list[list[Node]]:
-        """`nodes`, which all take `value`, in groups within which `write_between` finds nothing."""
+        """Split `nodes`, which all use `value`, into groups within which `write_between` finds no reason."""
         found: list[list[Node]] = []
         for node in nodes:
             if not found or self.write_between(found[-1][0], node, value):
@@ -98,7 +98,7 @@ class Memory:
         return next(iter(self.writers(value)), None)
 
     def writer_of(self, value: nn.Module | Tensor) -> Node | None:
-        """Return a node that may write into `value`, a parameter or buffer or a module with such; `None` if no node may."""
+        """Return a node that may write into a parameter or buffer, or into those of a module; `None` if no node may."""
         writers = (self._memory_writers.get(storage_of(tensor)) for tensor in weights_of(value))
         return next(filter(None, writers), None)
 
@@ -111,7 +111,7 @@ class Memory:
         return self._members[self._alias_sets[value]]
 
     def seen_behind(self, value: Node, node: Node) -> bool:
-        """Tell whether what `node` does to the memory of `value` may be seen by a later node, or outside of the graph."""
+        """Tell whether a later node, or the caller of the graph, may see a write of `node` into the memory of `value`."""
         earlier = (n for n in self.aliases(value) if self._position[n] < self._position[node])
         return any(
             alias.op in ("placeholder", "get_attr")
@@ -121,15 +121,15 @@ class Memory:
 
     def gives_new_memory(self, node: Node) -> bool:
         """Return True if the value of `node` shares no memory with the inputs of `node`."""
-        # The operators `+` and `*` also join and repeat tuples, and then their result holds what these hold.
+        # The operators `+` and `*` also join and repeat tuples; their result then contains the same tensors.
         return self._is_new(node) and (node.target not in _JOINING or node in self._tensor_nodes)
 
     def derived(self, value: Node, until: Collection[str] = ()) -> Iterator[Node]:
-        """`value`, and all that is made of it and may be a view of it, or hold one.
+        """Yield `value`, and all values computed from it that may be views of it, or contain one.
 
         Args:
-            value: where to begin.
-            until: names of operators whose values, and what is made of them, do not count.
+            value: the first value.
+            until: names of operators to stop at: their values, and values computed from these, are left out.
         """
 
         def parts(value: Node) -> Iterator[Node]:
@@ -140,7 +140,7 @@ class Memory:
 
     @functools.cached_property
     def _written(self) -> dict[Node, tuple[Node, ...] | None]:
-        """The values that each node may write into, but for parameters of the modules that are called."""
+        """The values that each node may write into, without parameters of called modules."""
         return {node: effects.written_by(node, self._called(node)) for node in self._position}
 
     @functools.cached_property
@@ -162,7 +162,7 @@ class Memory:
         return isinstance(known, Tensor) or (known is None and self._is_new(value))
 
     def is_returned(self, value: Node) -> bool:
-        """Return True if the caller may see memory of `value`: in an output, or in an object that was passed in."""
+        """Return True if the caller may see the memory of `value`: in an output, or in an object that the caller passed."""
         users = (user for alias in self.aliases(value) for user in alias.users)
         return any(user.op == "output" or user.target in (set_attributes, set_items) for user in users)
 
@@ -176,7 +176,7 @@ class Memory:
         """For each set of values that may share memory, the nodes that may write into it."""
         found: dict[int, list[Node]] = {}
         for _, node, targets in self._effects:
-            if targets is None:  # an effect of an unknown kind; functions of the capture only check
+            if targets is None:  # an unknown side effect; runtime checks of capture have none
                 unknown = node.op == "call_function" and not effects.only_checks(node)
                 targets = tuple(node.all_input_nodes) if unknown else ()
             for number in {self._alias_sets[target] for target in targets}:
@@ -209,13 +209,13 @@ class Memory:
                 index = parent[index]
             return index
 
-        outside: dict[int, int] = {}  # the caller may pass one tensor twice; two names may share a storage
+        outside: dict[int, int] = {}  # two placeholders may be one tensor; two attributes may share a storage
         for node, index in self._position.items():
             if node.op in ("placeholder", "get_attr"):
                 for number in self._memory(node):
                     parent[root(index)] = root(outside.setdefault(number, index))
             elif node.op != "output" and not self.gives_new_memory(node) and not _is_number(node):
-                # What writes into a tensor returns that tensor; anything else may return a view of any input.
+                # A node that writes into a tensor returns that tensor; other nodes may return a view of any input.
                 for value in self._written[node] or _viewed(node):
                     if not _is_number(value):
                         parent[root(index)] = root(self._position[value])
@@ -236,7 +236,7 @@ class Memory:
         return found
 
     def _makes_tensor(self, node: Node, known: Collection[Node]) -> bool:
-        """Tell whether the value of `node` is surely one tensor, given the earlier nodes whose values are."""
+        """Tell whether the value of `node` is surely one tensor; `known` are earlier nodes with such a value."""
         value = node.meta.get("val", node.meta.get("tensor_meta"))
         if value is not None:
             return hasattr(value, "dtype")
@@ -263,28 +263,28 @@ class Memory:
         joins = name_of(node) == "einsum" and several
         if not (joins or Fact.NEW in facts) or self._written[node] != ():
             return False
-        # A method may be one of another object than a tensor, and a packed sequence keeps some of its tensors.
+        # The object of a method may not be a tensor, and the output of a recurrent layer may share tensors of a packed sequence.
         recurrent = module is not None and Fact.SEVERAL in facts and Fact.RANDOM in facts
         asks = node.op == "call_method" or recurrent
         first = graph.first_argument(node)
         return not asks or (isinstance(first, Node) and isinstance(graph.value_of(first), Tensor))
 
     def _memory(self, node: Node) -> list[int]:
-        """The memory that an input of the graph may share: one number for all placeholders."""
+        """The numbers of the memory of a placeholder or `get_attr` node; all placeholders have one number."""
         if node.op == "placeholder":
             return [0]
         value = attribute(self._graph_module, str(node.target))
-        if isinstance(value, nn.Module):  # what takes it may do anything with its tensors
+        if isinstance(value, nn.Module):  # users of the module may do anything with its tensors
             return [id(value), *map(storage_of, weights_of(value))]
         return [storage_of(value) if isinstance(value, Tensor) else id(value)]
 
 
 def _viewed(node: Node) -> Collection[Node]:
-    """The inputs that the value of a node may be a view of: an index is none, and what tensors choose is a copy."""
+    """The inputs that the value of a node may be a view of; an index is not one, and indexing by tensors makes a copy."""
     if node.target is not operator.getitem or len(node.args) != 2:
         first, facts = graph.first_argument(node), facts_of(node)
         views_first = Fact.VIEW in facts and Fact.SEVERAL not in facts and isinstance(first, Node)
-        # Where it is not known to be a tensor, it may be an object with a method of this name.
+        # A first argument that is not known to be a tensor may be an object with a method of this name.
         return [first] if views_first and isinstance(graph.value_of(first), Tensor) else node.all_input_nodes
     index = node.args[1] if isinstance(node.args[1], tuple | list) else (node.args[1],)
     values = (graph.value_of(each) for each in index if isinstance(each, Node))
@@ -292,11 +292,11 @@ def _viewed(node: Node) -> Collection[Node]:
     source = node.args[0]
     if not isinstance(source, Node) or (chosen and isinstance(graph.value_of(source), Tensor)):
         return ()
-    return [source]  # also of a list, where a tensor of one element is a number
+    return [source]  # also if the source is a list, where a tensor with one element is an index
 
 
 def _is_number(node: Node) -> bool:
-    """Tell whether the value of `node` is a number, a dtype, or a shape, which has no memory that could be written."""
+    """Tell whether the value of `node` is a number, a dtype or a shape, which has no memory to write into."""
     return isinstance(graph.value_of(node), graph.NUMBERS)
 
 
@@ -304,7 +304,7 @@ _JOINING: tuple[Any, ...] = (operator.add, operator.mul)
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number that is the same for all tensors that share memory, as long as they live."""
+    """A number that is the same for all tensors that share memory, as long as these tensors exist."""
     try:
         return int(storage_identity(tensor.untyped_storage()))
     except (NotImplementedError, RuntimeError):  # a subclass without storage
@@ -312,5 +312,5 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def version_of(tensor: Tensor) -> float:
-    """How often a tensor has been written to; equal to nothing under inference mode, where torch does not count."""
+    """The number of writes into a tensor; NaN, which equals nothing, for inference tensors, for which torch does not count."""
     return math.nan if tensor.is_inference() else writes_of(tensor)

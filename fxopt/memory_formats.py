@@ -1,4 +1,4 @@
-"""The default layout and channels_last of images, and of sequences, which are images of one row."""
+"""The default layout and channels_last, for images and for sequences, which are images with one row."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def is_channels_last(value: Tensor) -> bool:
 
 
 def images_in_channels_last(args: Iterable[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """The places of images and videos that torch takes for channels_last, among the arguments of a call and the entries of containers.
+    """The positions of images and videos that torch treats as channels_last, among arguments and entries of containers.
 
-    Convolutions give their outputs the layout that they take an input for.
+    A convolution returns its output in the layout that torch infers for its input.
 
     Example:
         >>> import torch
@@ -47,7 +47,7 @@ def _suggests(value: Tensor) -> bool:
     if value.dim() not in (4, 5) or value.layout is not torch.strided or value.is_nested:
         return False
     sizes, strides, least = value.shape, value.stride(), 0
-    for dim in (1, *range(value.dim() - 1, 1, -1), 0):  # as `suggest_memory_format` of torch's C++
+    for dim in (1, *range(value.dim() - 1, 1, -1), 0):  # like `suggest_memory_format` in torch's C++ code
         if sizes[dim] == 0 or strides[dim] < least or (dim == 0 and strides[1] == least):
             return False
         least = strides[dim] * sizes[dim]
@@ -55,7 +55,7 @@ def _suggests(value: Tensor) -> bool:
 
 
 def channels_last(value: Tensor) -> Tensor:
-    """An image or a sequence in channels_last, with the strides of that, which a dimension of size 1 leaves open.
+    """Convert an image or a sequence to channels_last, with the strides of this layout also in dimensions of size 1.
 
     Example:
         >>> import torch
@@ -68,7 +68,7 @@ def channels_last(value: Tensor) -> Tensor:
 
 
 def contiguous(value: Tensor) -> Tensor:
-    """A tensor in torch's default layout, with the strides of that, which a dimension of size 1 leaves open.
+    """Convert a tensor to torch's default layout, with the strides of this layout also in dimensions of size 1.
 
     Example:
         >>> import torch
@@ -83,7 +83,7 @@ def contiguous(value: Tensor) -> Tensor:
 
 
 def with_strides_of_channels_last(image: Tensor) -> Tensor:
-    """An image in channels_last with the strides that say so, also for a batch of 1; others as they are."""
+    """Give an image in channels_last the strides of this layout also in dimensions of size 1; return others unchanged."""
     if image.dim() != 4 or not image.is_contiguous(memory_format=torch.channels_last):
         return image
     _, channels, height, width = image.shape
@@ -91,5 +91,5 @@ def with_strides_of_channels_last(image: Tensor) -> Tensor:
 
 
 def with_strides(value: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The same tensor with other strides in dimensions of size 1."""
+    """Return the same tensor with other strides in dimensions of size 1."""
     return value if value.stride() == strides else value.as_strided(value.shape, strides)

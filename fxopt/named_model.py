@@ -1,4 +1,4 @@
-"""Models of the command line: from `package.module:factory` and the shapes of inputs to a captured graph."""
+"""Models named on the command line: captures `package.module:factory` with inputs of given shapes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class UsageError(FxoptError):
 
 
 def captured(name: str, inputs: Sequence[str] = (), *, specialize: bool = False) -> TracedModule:
-    """The graph of a model that has a name, in evaluation mode.
+    """Capture the model of a name, in evaluation mode.
 
     Args:
         name: `package.module:factory`. A factory returns a model, or a model and its example inputs: a tensor, a
             sequence of positional arguments, or a dict of keyword arguments. It may also be a model itself.
-        inputs: `name=2,16` for numbers from 0 to 2 of that shape, `name=2,16:int64` for zeros and ones of a dtype. Without any,
-            a model of transformers is captured with its main input, for all sizes.
+        inputs: `name=2,16` for numbers from 0 to 2 of that shape, `name=2,16:int64` for zeros and ones of a dtype. If this
+            is empty, a model of transformers is captured with its main input, for all sizes.
         specialize: as for `fxopt.trace`.
 
     Raises:
-        UsageError: where there is no such model, or it needs other inputs.
-        TraceError: where the model cannot be captured.
+        UsageError: if there is no such model, or it needs other inputs.
+        TraceError: if the model cannot be captured.
 
     Example:
         >>> captured("torch.nn:ReLU", ["input=2,3"]).graph.find_nodes(op="placeholder")

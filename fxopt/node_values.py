@@ -1,4 +1,4 @@
-"""The values of nodes: those of a run, and those that follow from the descriptions of other values."""
+"""The values of nodes: in a run, and as fake tensors computed from those of other nodes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fxopt.torch_internals import FakeTensor, pytree
 
 
 class NodeValues(torch.fx.Interpreter):
-    """Runs a graph node by node, under the signature of its graph module, and shows what each node gives.
+    """Runs a graph node by node, with the signature of its graph module, and reports the value of each node.
 
     Args:
         graph_module: the graph to run.
-        seen: is told each node and its value, before anything can write into it.
+        seen: function that is called with each node and its value, before a later node can write into the value.
 
     Example:
         >>> names = []
@@ -44,14 +44,14 @@ class NodeValues(torch.fx.Interpreter):
         return self._given[target.lstrip("*")]
 
     def run_node(self, n: Node) -> Any:
-        """Run a node, and show its value."""
+        """Run a node, and report its value."""
         value = super().run_node(n)
         self._seen(n, value)
         return value
 
 
 def described(graph_module: GraphModule, node: Node) -> Any:
-    """The value of a call as a tensor without data, computed from those of its arguments; `None` where one is unknown."""
+    """Compute the value of a call as a fake tensor, from the fake tensors of its arguments; `None` if one is unknown."""
     sources = {each: value_of(each) for each in node.all_input_nodes}
     fakes = [leaf for leaf in pytree.tree_leaves(list(sources.values())) if isinstance(leaf, FakeTensor)]
     if None in sources.values() or not fakes:
@@ -72,5 +72,5 @@ def described(graph_module: GraphModule, node: Node) -> Any:
             mode = fakes[0].fake_mode
             fake = {name: mode.from_tensor(tensor, static_shapes=True) for name, tensor in tensors.items()}
             return torch.func.functional_call(module, fake, args, kwargs)
-    except Exception:  # whatever a function raises on what has no data
+    except Exception:  # functions may raise anything for fake tensors
         return None

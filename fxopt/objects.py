@@ -1,8 +1,8 @@
-"""Python objects that hold tensors, as the caches of a decoder do: what is in them, and how a graph makes and changes them.
+"""Python objects that contain tensors, such as the cache of a decoder: their content, and how a graph makes and changes them.
 
-An object is *open* when its class is written in Python and its attributes, in `__dict__` or in slots, are all there is to
-it, so that the class and the attributes make the same object again. `build_object`, `set_attributes` and `set_items` are the targets of
-the nodes that do so when a graph runs.
+An object is *open* if its class is written in Python, and all its state is in its attributes, in `__dict__` or in slots.
+Class and attributes suffice to make such an object again. Nodes that call `build_object`, `set_attributes` and `set_items`
+make and change objects when a graph runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from fxopt.torch_internals import OpOverload, OpOverloadPacket
 
 
 def why_no_inputs(args: Any, kwargs: Any) -> str | None:
-    """Say why these are no example inputs, as `f(*args, **kwargs)` takes them; a tensor would be taken row by row."""
+    """Return the reason why `args` and `kwargs` are not example inputs for `f(*args, **kwargs)`; `None` if they are.
+
+    A tensor is refused as `args`, because Python would unpack it row by row.
+    """
     if isinstance(args, Mapping):
         return "args must be a tuple of example inputs, not a dict: write `kwargs={...}` for inputs by name"
     if not isinstance(args, Sequence) or isinstance(args, str):
@@ -36,7 +39,7 @@ def why_no_inputs(args: Any, kwargs: Any) -> str | None:
 
 
 def is_open(value: Any) -> bool:
-    """Tell whether class and attributes are all there is to an object, so that it can be taken apart and made again."""
+    """Tell whether an object consists of its class and attributes only, so that it can be made again from these."""
     cls = type(value)
     if isinstance(value, _VALUES) or not (hasattr(value, "__dict__") or "__slots__" in vars(cls)):
         return False
@@ -58,14 +61,14 @@ def is_mutable(value: Any) -> bool:
 
 
 def entries(container: Any) -> dict[Any, Any]:
-    """The parts of a list, a tuple, a dict or an open object, by index, key or name."""
+    """Return the entries of a list, a tuple, a dict or an open object, by index, key or name."""
     if isinstance(container, list | tuple):
         return dict(enumerate(container))
     return dict(container if isinstance(container, dict) else attributes(container))
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object, those in slots, too."""
+    """Return the attributes of an object, including those in slots."""
     state: Any = object.__getstate__(value)
     named, in_slots = state if isinstance(state, tuple) else (state, {})
     return {**in_slots, **(named or {})}
@@ -77,7 +80,7 @@ def key_kind(container: Any) -> str:
 
 
 def rebuilt(container: Any, contents: dict[Any, Any]) -> Any:
-    """A new container of the same class with these contents."""
+    """Make a new container of the same class with these contents."""
     cls: Any = type(container)
     if isinstance(container, list):
         return cls(contents.values())
@@ -107,7 +110,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Nested tuples, lists, dicts and slices with `leaf(part)` in the place of each part that is none of these."""
+    """Apply `leaf` to the leaves of nested tuples, lists, dicts and slices, and return the same nesting."""
     if type(value) in (tuple, list):
         return type(value)(mapped(item, leaf) for item in value)
     if type(value) is dict:
@@ -118,7 +121,7 @@ def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def nested(value: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:
-    """Lists and dicts that are nested as the value is, with the result of `leaf` for each tensor, and None for all else."""
+    """Return lists and dicts that are nested like the value, with `leaf(tensor)` for tensors and None for other leaves."""
     if isinstance(value, torch.Tensor):
         return leaf(value)
     if isinstance(value, tuple | list):
@@ -129,7 +132,7 @@ def nested(value: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def build_object(name: str, state: dict[str, Any]) -> Any:
-    """A new object of the class of this qualified name with these attributes; its `__init__` does not run."""
+    """Make an object of the class of this qualified name with these attributes, without running its `__init__`."""
     cls: Any = find(name)
     made = cls.__new__(cls)
     _set(made, _plain(state))
@@ -137,12 +140,12 @@ def build_object(name: str, state: dict[str, Any]) -> Any:
 
 
 def in_order(output: Any, names: Sequence[str]) -> Any:
-    """A copy of an OrderedDict, such as a `ModelOutput`, with its entries in the order of these names."""
+    """Copy an OrderedDict, such as a `ModelOutput`, with its entries in the order of these names."""
     return with_order(copy.copy(output), names)
 
 
 def with_order(made: Any, names: Iterable[Any]) -> Any:
-    """An OrderedDict with its entries put in the order of these names: a `ModelOutput` is made with those of its fields in theirs."""
+    """Put the entries of an OrderedDict in the order of these names: a new `ModelOutput` has its fields in class order."""
     if isinstance(made, collections.OrderedDict) and [*made] != [*names]:
         for name in names:
             collections.OrderedDict.move_to_end(made, name)
@@ -151,7 +154,7 @@ def with_order(made: Any, names: Iterable[Any]) -> Any:
 
 @has_side_effect
 def set_attributes(target: Any, changed: dict[str, Any], removed: Sequence[str] = ()) -> None:
-    """Give an object attributes, and take others away; like `build_object`, past any `__setattr__`."""
+    """Set and delete attributes of an object without calling its `__setattr__`."""
     _set(target, _plain(changed))
     for name in removed:
         if name in getattr(target, "__dict__", ()):
@@ -162,7 +165,7 @@ def set_attributes(target: Any, changed: dict[str, Any], removed: Sequence[str] 
 
 @has_side_effect
 def set_items(target: Any, items: Any) -> None:
-    """Replace all that is in a list or a dict; it remains the same object."""
+    """Replace the content of a list or a dict in place."""
     if isinstance(target, list):
         target[:] = _plain(items)
     else:
@@ -171,7 +174,7 @@ def set_items(target: Any, items: Any) -> None:
 
 
 def _set(target: Any, changed: dict[str, Any]) -> None:
-    if isinstance(target, torch.nn.Module | type | types.FunctionType):  # where an attribute would be called
+    if isinstance(target, torch.nn.Module | type | types.FunctionType):  # whose attributes may be called
         raise TypeError(f"a graph gives no attributes to a {type(target).__name__}")
     for name, value in changed.items():
         if isinstance(getattr(type(target), name, None), types.MemberDescriptorType):
@@ -181,7 +184,7 @@ def _set(target: Any, changed: dict[str, Any]) -> None:
 
 
 def qualified_name(value: Any) -> str:
-    """The name by which a function, operator or class is imported, as it says itself."""
+    """The name by which a function, operator or class is imported, according to its own attributes."""
     if isinstance(value, OpOverload | OpOverloadPacket):
         return f"torch.ops.{str(value).replace('::', '.')}"
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
@@ -189,7 +192,7 @@ def qualified_name(value: Any) -> str:
 
 
 def find(name: str) -> Any:
-    """Import what has this qualified name; ImportError or AttributeError when there is no such thing."""
+    """Import the object of this qualified name; raise ImportError or AttributeError if it does not exist."""
     parts = name.split(".")
     if len(parts) == 1:
         return getattr(builtins, name)
@@ -205,7 +208,7 @@ def find(name: str) -> Any:
 
 
 def is_found(name: str, value: Any) -> bool:
-    """Tell whether `find` gives just this value."""
+    """Tell whether `find(name)` returns this value."""
     try:
         return bool(find(name) == value)
     except (ImportError, AttributeError):
@@ -213,7 +216,7 @@ def is_found(name: str, value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Arguments of a node with lists and dicts of Python: an interpreter of a graph hands over immutable ones."""
+    """Convert torch.fx's immutable lists and dicts, which an interpreter passes, to those of Python."""
     if isinstance(value, immutable_list):
         return [_plain(item) for item in value]
     if isinstance(value, immutable_dict):
@@ -221,7 +224,7 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if type(value) is tuple else value
 
 
-# Not objects in this sense, though some have a `__dict__`.
+# Never open objects, though some have a `__dict__`.
 _VALUES = (type, torch.nn.Module, torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 _ITERATED: Any = (
     *(tuple, list, set, frozenset, collections.deque),

@@ -1,8 +1,8 @@
-"""The one table of what passes may know of each operator of torch: a new operator is one word in one row.
+"""The table of facts about torch's operators, on which all passes rely: a new operator is one word in one row.
 
-The table speaks of names, in whatever spelling: `torch.relu`, `F.relu`, `x.relu()`, `x.relu_()`, `aten.relu.default`
-and `nn.ReLU` are all `relu`. `tests/test_operators.py` proves each column by calling the operators. A name that is
-not in the table has no facts, and answers from no facts are conservative.
+The table lists operators by name, in any spelling: `torch.relu`, `F.relu`, `x.relu()`, `x.relu_()`, `aten.relu.default`
+and `nn.ReLU` are all `relu`. `tests/test_operators.py` tests each column by calling the operators. A name that is not in
+the table has no facts; passes are conservative about such operators.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from fxopt.torch_internals import OpOverload, OpOverloadPacket, bindings
 
 
 class Fact(enum.Flag):
-    """One column of the table. An error is small in relation to the magnitude of what it is in."""
+    """A column of the table: a fact about an operator. An error is small if it is small relative to the value."""
 
     NEW = enum.auto()  # its value shares no memory with its inputs, unless the call writes (`relu_`, `out=`)
     VIEW = enum.auto()  # its value may be its first input, or a part of it
-    RESHAPES = enum.auto()  # it has the elements of its first input in their order, if it has its dtype
-    COPIES = enum.auto()  # its value is a view or a copy, as the strides of its input allow
+    RESHAPES = enum.auto()  # it keeps the order of the elements of its first input, if the dtypes are equal
+    COPIES = enum.auto()  # its value is a view or a copy, depending on the strides of its input
     LAYOUT = enum.auto()  # it depends on the strides of its input
-    ELEMENTWISE = enum.auto()  # an element of its value is made of the elements at the same place alone
+    ELEMENTWISE = enum.auto()  # an element of its value depends only on the elements at the same place
     SMOOTH = enum.auto()  # a small error of its inputs stays small: it has no jump and no pole
-    SMOOTH_IN_FIRST = enum.auto()  # so it is for its first input; `pow` if the exponent is a positive integer
-    MIXES = enum.auto()  # it makes each output of many inputs, with rounding errors of its own
-    KEEPS_DTYPE = enum.auto()  # its value has the one floating dtype of its tensors, or one that is named
-    SEVERAL = enum.auto()  # its value may be several tensors, perhaps with indices among them
-    DESCRIBES = enum.auto()  # of its first input it reads the description alone: the shape, the dtype
+    SMOOTH_IN_FIRST = enum.auto()  # it is smooth in its first input; `pow` for positive integer exponents
+    MIXES = enum.auto()  # it computes each output from many inputs, with rounding errors of its own
+    KEEPS_DTYPE = enum.auto()  # its value has the one floating dtype of its tensors, or a passed dtype
+    SEVERAL = enum.auto()  # its value may be several tensors, possibly including indices
+    DESCRIBES = enum.auto()  # it reads only the shape, dtype or device of its first input, not its numbers
     RANDOM = enum.auto()  # it may draw random numbers
     STATISTICS = enum.auto()  # in training it writes into its running statistics, whatever its schema says
 
@@ -63,7 +63,7 @@ _ROWS: dict[str, Fact] = {
     "embedding avg_pool1d avg_pool2d avg_pool3d": _NEW | _SMOOTH,
     "max min where max_pool1d max_pool2d max_pool3d": _NEW | _SMOOTH | Fact.SEVERAL,
     "interpolate upsample adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d": _NEW | _SMOOTH,
-    "pixel_shuffle": _SMOOTH,  # by 1, it is a view
+    "pixel_shuffle": _SMOOTH,  # a view if the factor is 1
     "prod cumprod grid_sample affine_grid": _NEW,
     "any all argmax argmin argsort count_nonzero cdist pdist dist outer cross cosine_similarity pairwise_distance bucketize "
     "searchsorted histc one_hot atan2 hypot sinh cosh xlogy cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss "
@@ -91,7 +91,7 @@ _ROWS: dict[str, Fact] = {
     "batch_norm instance_norm": _NEW | _MIXES | Fact.STATISTICS,
     "native_batch_norm": Fact.MIXES | Fact.SEVERAL | Fact.STATISTICS,
     "tensordot": _NEW | _MIXES,
-    "einsum": _MIXES,  # of one tensor it may be a view: einsum("ij->ji", x)
+    "einsum": _MIXES,  # may be a view if it has one tensor: einsum("ij->ji", x)
     "lstm gru rnn": _NEW | _MIXES | Fact.SEVERAL | Fact.RANDOM,
     "multihead_attention multi_head_attention_forward": _NEW | _MIXES | Fact.SEVERAL | Fact.RANDOM,
     "shape size dim ndim ndimension numel nelement dtype device layout get_device is_floating_point "
@@ -111,12 +111,12 @@ TABLE = {name: facts for names, facts in _ROWS.items() for name in names.split()
 
 
 def facts_of(node: Node, module: nn.Module | None = None) -> Fact:
-    """Look up what is known of the operator that a node calls; no facts where it is not one of torch's own.
+    """Look up the facts of the operator that a node calls; none if it is not one of torch's own.
 
     Args:
         node: any node.
-        module: what it calls, for a `call_module` node; only one of exactly a type of `torch.nn`, without hooks,
-            has facts.
+        module: the module that a `call_module` node calls; only modules whose type is exactly one of `torch.nn` or a packed
+            layer, without hooks, have facts.
     """
     if module is None:
         return TABLE.get(name_of(node), Fact(0))
@@ -125,13 +125,13 @@ def facts_of(node: Node, module: nn.Module | None = None) -> Fact:
 
 
 def reads_bits(node: Node) -> bool:
-    """Tell whether a node reads the same bits as numbers of another dtype: `x.view(torch.int32)`."""
+    """Tell whether a node reinterprets bits as numbers of another dtype, as `x.view(torch.int32)` does."""
     options = (*node.args[1:], *node.kwargs.values())
     return Fact.LAYOUT in facts_of(node) and any(isinstance(option, torch.dtype) for option in options)
 
 
 def name_of(node: Node) -> str:
-    """The name of the operator that a node calls as a function or method, or reads; empty where it is not torch's own.
+    """The name of the operator that a node calls as a function or method, or reads; empty if it is not torch's own.
 
     Example:
         >>> x = torch.fx.Graph().placeholder("x")
@@ -164,13 +164,16 @@ def is_torch_module(module: nn.Module) -> bool:
 
 
 def is_torch_function(target: object) -> bool:
-    """Tell whether a call target belongs to torch or to Python itself, so that its name tells what it writes."""
+    """Tell whether a call target belongs to torch or to Python itself, so that its name shows whether it writes."""
     module = getattr(target, "__module__", None) or ""
     return module.split(".")[0] in _WELL_NAMED or isinstance(target, type(torch.Tensor.add))
 
 
 def is_known_function(target: object) -> bool:
-    """Tell the same of a target that takes any dtype and strides; operators that others registered may not."""
+    """Tell whether a call target belongs to torch or Python and accepts any dtype and strides.
+
+    Operators that other packages registered may not.
+    """
     namespace = re.match(r"torch\._?ops\.(\w+)", getattr(target, "__module__", None) or "")
     return is_torch_function(target) and (namespace is None or namespace[1] in _NAMESPACES)
 
@@ -189,21 +192,21 @@ def is_write_name(name: str) -> bool:
 
 
 def hooks_of(module: nn.Module) -> list[str]:
-    """The kinds of hooks of a module, which may do anything to what it is called with."""
+    """The kinds of hooks that a module has; a hook may change inputs and outputs of a call in any way."""
     return [name for name in _HOOKS if vars(module).get(name)]
 
 
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 
 
-# Modules whose functions write into their arguments only where their name, `out` or `inplace` says so.
+# Python modules whose functions write into an argument only if their name, `out` or `inplace` says so.
 _WELL_NAMED = ("torch", "_operator", "operator", "math", "builtins")
 
-# Where operators of torch are registered, and those of transformers, which are made of them.
+# The namespaces of torch's operators, and of those of transformers, which are composed of torch's.
 _NAMESPACES = ("aten", "prim", "prims", "transformers")
 
 _HOMES = (torch, F, Tensor, operator, bindings["_nn"])
-"""Where the names of the table are at home: a function of such a name from elsewhere is another one."""
+"""The namespaces of the functions in the table: a function of the same name from elsewhere has no facts."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -221,7 +224,7 @@ def _name_of_function(target: Any) -> str:
 @functools.lru_cache(maxsize=4096)
 def _facts_of_kind(kind: Any) -> Fact:
     if kind.__module__ == "fxopt.kernels":
-        kind = kind.__bases__[-1]  # a packed layer does what the layer does that it was made of
+        kind = kind.__bases__[-1]  # a packed layer has the facts of its plain layer
     name = kind.__name__
     if getattr(nn, name, None) is not kind:
         return Fact(0)
@@ -234,12 +237,12 @@ _OF_MODULES = {name.replace("_", ""): facts for name, facts in TABLE.items()}
 
 @functools.lru_cache(maxsize=4096)
 def _bare(name: str) -> str:
-    """The name of an operator, whether it is written in place or not."""
+    """The name of an operator, without the marks of an in-place form."""
     bare = name.strip("_")
     return bare[1:] if _is_augmented(bare) else bare
 
 
 def _is_augmented(bare: str) -> bool:
-    """Tell `iadd` and the like from `index`: what follows the i is an operator too."""
+    """Tell whether a name is that of an augmented assignment: `iadd`, but not `index`, where `ndex` is not an operator."""
     rest = bare[1:]
     return bare[:1] == "i" and (hasattr(operator, rest) or hasattr(operator, f"{rest}_") or rest == "div")

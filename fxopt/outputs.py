@@ -1,4 +1,4 @@
-"""Outputs of models: their leaves and the numbers in these, copies, and the buffers that a call leaves, to be put back."""
+"""Outputs of models: their leaves, their numbers and copies; and a context manager that restores buffers after a call."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def leaves(value: object, path: str = "output") -> Iterator[tuple[str, object]]:
 
 
 def tensors(value: object) -> list[Tensor]:
-    """The tensors among the leaves."""
+    """List the tensors among the leaves."""
     return [item for _, item in leaves(value) if isinstance(item, Tensor)]
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A deep copy of nested values, with `function(tensor)` for each tensor."""
+    """Copy nested values deeply, with `function(tensor)` for each tensor."""
     return copied(value, {id(tensor): function(tensor) for tensor in tensors_in(value)})
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy, with entries in the same order: a copy of a `ModelOutput` has those of its fields."""
+    """Copy a value deeply, with dict entries in the same order: `copy.deepcopy` puts those of a `ModelOutput` in field order."""
     made = copy.deepcopy(value, memo)
     for (_, old), (_, new) in zip(walked(value, ""), walked(made, ""), strict=False):
         if isinstance(old, dict):
@@ -46,7 +46,7 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """True where two tensors have the same shape, dtype and values, bit for bit."""
+    """Return True if two tensors have the same shape, dtype and values, bit for bit."""
     if left.shape != right.shape or left.dtype != right.dtype or left.is_meta != right.is_meta:
         return False
     if left.is_meta or not left.numel():
@@ -55,7 +55,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor that lies in memory otherwise than by strides, or that torch does not compute with."""
+    """Convert a tensor with a layout without strides, or of a dtype that torch hardly supports, to a plain one."""
     if tensor.is_nested:
         return torch.cat([each.flatten() for each in tensor.unbind()])
     if tensor.is_quantized or tensor.layout != torch.strided:
@@ -69,7 +69,7 @@ _SIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: t
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The bits of a tensor as integers, of the same shape; those of complex128 in a dimension more."""
+    """The bits of a tensor as integers, in the same shape; complex128 has one more dimension."""
     raw = tensor.detach().resolve_conj().resolve_neg()
     return (torch.view_as_real(raw) if raw.dtype == torch.complex128 else raw).view(BITS[raw.element_size()])
 
@@ -78,7 +78,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch
 
 
 def strides_of(tensor: Tensor) -> list[int]:
-    """The strides that count: those of dimensions with more than one entry."""
+    """The strides of the dimensions with more than one entry; other strides do not matter."""
     if tensor.layout != torch.strided or tensor.is_nested or not tensor.numel():
         return []
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
@@ -86,11 +86,11 @@ def strides_of(tensor: Tensor) -> list[int]:
 
 @contextlib.contextmanager
 def restored(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Put the buffers of a module back at the end of the block, and the values of some tensors.
+    """Restore the buffers of a module, and the values of some tensors, at the end of the block.
 
     Args:
-        module: the module; the block may also give other tensors to its buffers.
-        tensors: those whose values are put back, by name: its buffers, or what may be written.
+        module: the module; buffers that the block replaces are put back.
+        tensors: the tensors whose values are restored, by name: the buffers of `module`, or those that may be written.
 
     Returns:
         Each of these tensors, with a copy of it.
@@ -111,7 +111,7 @@ def restored(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[dict[
 
 
 def walked(value: object, path: str, around: tuple[object, ...] = ()) -> Iterator[tuple[str, object]]:
-    """A nested value and all that is in it, containers and leaves, with their paths; an object inside of itself once."""
+    """Yield a nested value and all its containers and leaves, with their paths; cycles are not followed."""
     yield path, value
     around = (*around, value)
     for key, item in entries(value) or ():
@@ -120,7 +120,7 @@ def walked(value: object, path: str, around: tuple[object, ...] = ()) -> Iterato
 
 
 def entries(value: object) -> list[tuple[str, object]] | None:
-    """The parts of a container, by the end of their paths; `None` for a leaf."""
+    """List the entries of a container with their path suffixes; `None` for a leaf."""
     if isinstance(value, Tensor):
         return None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Torch's private operators that compute with packed weights, probed on this machine: they stand in this file alone."""
+"""Torch's private operators that compute with packed weights, probed on this machine; only this file uses them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EPILOGUES: Mapping[str, tuple[str, str]] = {
 }
 """The activations, by their names in `ACTIVATIONS`, that oneDNN computes before it writes a product to memory.
 
-Its ReLU and hard sigmoid make 0 of NaN, which would hide a fault: ReLU is computed in place instead.
+oneDNN's ReLU and hard sigmoid turn NaN into 0, which would hide a fault: ReLU is computed in place instead.
 """
 
 
@@ -37,15 +37,15 @@ IN_PLACE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": Tensor.relu_,
     "relu6": functools.partial(functional.hardtanh_, min_val=0.0, max_val=6.0),
 }
-"""The activations that are computed in the memory of a product or sum."""
+"""The activations that are computed in place, in the memory of a product or sum."""
 
 ACTIVATED = (*EPILOGUES, *IN_PLACE)
-"""The activations that a packed layer applies without new memory."""
+"""The activations that a packed layer applies without allocating memory."""
 
 
 Run = Callable[[Tensor | None, Tensor, Tensor | None, str | None, bool], Tensor]
-"""Computes a layer from its bias, its input, something to add, the name of an activation, and whether the memory of what
-is added may take the sum."""
+"""Computes a layer from its bias, its input, a tensor to add, the name of an activation, and whether the sum may overwrite
+the added tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Packed:
     """A packed weight.
 
     Attributes:
-        run: computes a layer with it.
-        nbytes: the memory that it takes.
-        unpack: gives the weight that was packed, bit for bit; None where the packed one does not tell.
+        run: function that computes a layer with the packed weight.
+        nbytes: the size of the packed weight in bytes.
+        unpack: function that returns the original weight, bit for bit; None if it cannot be recovered.
     """
 
     run: Run
@@ -68,13 +68,13 @@ class Kernel:
     """How a kernel packs a weight, and computes with it.
 
     Attributes:
-        dtypes: those that it takes.
-        pack: packs the weight of a layer for the shape of its input.
-        rounds: whether it rounds the weight to int8; the others add and activate themselves.
-        multiple: what the number of features in a row has to be a multiple of.
-        alone: whether it needs no other copy of the weight, and no more memory than that.
-        any_shape: whether what is packed for one shape serves all, so that the graphs for prefill and decoding share it.
-        pixels: whether it takes only convolutions that compute each pixel of its own input pixel.
+        dtypes: the supported dtypes.
+        pack: function that packs the weight of a layer for an input shape.
+        rounds: whether it rounds the weight to int8; kernels that do not round also add and activate.
+        multiple: a number by which the number of features in a row must be divisible.
+        alone: whether the packed weight suffices, without the plain weight, and is not larger.
+        any_shape: whether a weight packed for one shape serves all shapes, so that graphs for prefill and decoding share it.
+        pixels: whether it supports only convolutions that compute each pixel from one input pixel.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -92,7 +92,7 @@ def available(kind: type[nn.Module]) -> Mapping[str, Kernel]:
 
 
 def finished(value: Tensor, other: Tensor | None, activation: str | None) -> Tensor:
-    """Add `other` to a layer's output and apply the activation, where the kernel has not done it."""
+    """Add `other` to a layer's output and apply the activation, if the kernel has not done so; None skips a step."""
     if other is not None:
         value = value + other
     if activation is not None and activation in IN_PLACE and not torch.is_grad_enabled():
@@ -103,7 +103,7 @@ def finished(value: Tensor, other: Tensor | None, activation: str | None) -> Ten
 
 
 def padding_of(layer: nn.Conv1d | nn.Conv2d) -> list[int] | None:
-    """Zeros on both sides of each dimension; None where the sides differ."""
+    """The number of zeros on each side, for each dimension; None if the sides differ."""
     if layer.padding == "valid":
         return [0] * len(layer.kernel_size)
     if layer.padding == "same":
@@ -113,14 +113,14 @@ def padding_of(layer: nn.Conv1d | nn.Conv2d) -> list[int] | None:
 
 
 def pads_zeros(layer: nn.Module) -> bool:
-    """Tell whether a layer pads by zeros, and opposite sides alike; true where it pads nothing."""
+    """Tell whether a layer pads with zeros, and opposite sides alike; True if it does not pad."""
     if not isinstance(layer, nn.Conv1d | nn.Conv2d):
         return True
     return layer.padding_mode == "zeros" and padding_of(layer) is not None
 
 
 def _onednn_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
-    # For a single row oneDNN chooses another layout than for all others, which it reads more slowly, a single row, too.
+    # For a single row, oneDNN chooses another layout, which is slower for any number of rows, even for one.
     rows = max(16, int(torch.Size(shape[:-1]).numel()))
     run = internals.linear_pointwise
     run_and_add = internals.linear_add
@@ -140,7 +140,7 @@ def _onednn_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
 
 
 def _epilogue(other: Tensor | None, activation: str | None) -> tuple[str, str]:
-    """The activation that oneDNN computes before it writes a product to memory: none where something is added first."""
+    """The activation that oneDNN computes before it writes a product to memory: none if a tensor is added first."""
     return EPILOGUES.get(activation or "", ("none", "")) if other is None else ("none", "")
 
 
@@ -154,7 +154,7 @@ def _mkl_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
     ) -> Tensor:
         return _summed(run(input, packed, weight, None, rows), bias, other, activation)
 
-    # What torch tells of its size is what MKL reserves; it fills about as much as the weight takes.
+    # Torch reports the memory that MKL reserves; MKL fills about as much as the size of the weight.
     return Packed(compute, weight.nbytes)
 
 
@@ -179,12 +179,12 @@ def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
         bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
     ) -> Tensor:
         fits = input.dim() > 1 and input.numel() == inputs and input.dtype is torch.float32
-        # The operator for one row makes numbers of NaN.
+        # The operator for one row turns NaN into numbers.
         if for_one_row is not None and fits and math.isfinite(input.sum()):
             row: Tensor = internals.dynamic_linear(input, for_one_row, False)
             return finished(row if bias is None else row.add_(bias), other, activation)
         values = input.reshape(-1, inputs).float()
-        # A row of zeros has NaN here, which becomes some integer, and is 0 again after the product with its scale.
+        # A row of zeros becomes NaN here, then some integer, and 0 again after the multiplication by its scale.
         sizes = values.abs().amax(1, keepdim=True).mul_(1 / 127)
         small = values.div(sizes).round_().to(torch.int8)
         value: Tensor = internals.quantized_linear(
@@ -199,9 +199,9 @@ def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
 
 
 def _packed_for_one_row(weight: Tensor, scale: Tensor) -> Any:
-    """The weight for the operator that is faster for one row; it has one scale for all rows of its input."""
+    """Pack the weight for the operator that is faster for one row; that operator has one scale for all rows of an input."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch means to drop these tensors: then the other operator is there
+        warnings.simplefilter("ignore")  # deprecated by torch; without them, the other operator is used
         zeros = torch.zeros(len(weight), dtype=torch.long, device="cpu")
         try:
             quantized = internals.quantized_by_rows(weight, scale.double(), zeros, 0)
@@ -211,7 +211,7 @@ def _packed_for_one_row(weight: Tensor, scale: Tensor) -> Any:
 
 
 def _int8_weight_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
-    """The weight alone in int8, which processors without instructions for products of int8 can do."""
+    """Pack the weight in int8 for bfloat16 inputs, for processors without instructions for products of int8."""
     packed, scale = _rounded(layer)
     scale, features = scale.to(torch.bfloat16), packed.shape
 
@@ -253,7 +253,7 @@ def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
 
 
 def of_pixels(layer: nn.Module) -> bool:
-    """Tell whether a convolution computes each pixel of the input pixel at the same place."""
+    """Tell whether a convolution computes each pixel from the input pixel at the same place."""
     return (
         isinstance(layer, nn.Conv1d | nn.Conv2d)
         and {*layer.kernel_size, *layer.stride, layer.groups} == {1}
@@ -262,7 +262,7 @@ def of_pixels(layer: nn.Module) -> bool:
 
 
 def _matmul_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
-    """A matrix product of all pixels, whose call costs less than that of a convolution."""
+    """Compute a 1 x 1 convolution as a matrix product of all pixels, whose call has less overhead."""
     weight, shape_of_weight = layer.weight.detach().flatten(1).t().contiguous(), layer.weight.shape
     features = weight.shape[1]
 
@@ -284,7 +284,7 @@ def _matmul_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
 
 
 def _summed(value: Tensor, bias: Tensor | None, other: Tensor | None, activation: str | None) -> Tensor:
-    """Finish a new product in its own memory: MKL's products with a bias copy that into each row before, which takes longer."""
+    """Add and activate in the memory of a new product; if MKL gets the bias, it first copies the bias into each row: slower."""
     if bias is not None:
         value.add_(bias)
     if other is not None and (other.dtype, other.shape) == (value.dtype, value.shape):
@@ -296,7 +296,7 @@ _OF_ONE_ROW = {"kernel_size": 1, "stride": 1, "dilation": 1}
 
 
 def _of_one_row(pack: Callable[[Any, Sequence[int]], Packed]) -> Callable[[nn.Conv1d, Sequence[int]], Packed]:
-    """Packs a convolution of sequences as one of images with one row."""
+    """Make a function that packs a convolution of sequences as one of images with one row."""
 
     def of_sequences(layer: nn.Conv1d, shape: Sequence[int]) -> Packed:
         options = {name: (one, *getattr(layer, name)) for name, one in _OF_ONE_ROW.items()}
@@ -341,10 +341,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KERNELS: Mapping[type[nn.Module], Mapping[str, Kernel]] = {
     nn.Linear: {
         "onednn": Kernel(_DTYPES, _onednn_linear, any_shape=True),
-        # It takes the weight beside the packed one, for inputs of other sizes.
+        # It needs the plain weight, too, for inputs of other sizes.
         "mkl": Kernel((torch.float32,), _mkl_linear, alone=False),
         "int8": Kernel(_DTYPES[:2], _int8_linear, rounds=True),
-        # With a number of features that is no multiple of 32, torch's kernel reads beyond the end.
+        # If the number of features is not a multiple of 32, torch's kernel reads beyond the end.
         "int8_weight": Kernel(_DTYPES[:2], _int8_weight_linear, rounds=True, multiple=64),
     },
     nn.Conv2d: {
@@ -359,13 +359,13 @@ _KERNELS: Mapping[type[nn.Module], Mapping[str, Kernel]] = {
 
 
 _REFERENCE = 30
-"""A kernel that takes so many times as long as torch's own is no more than a reference."""
+"""A kernel that takes this many times as long as torch's own is a reference implementation."""
 
 
 @functools.cache
 def _available() -> Mapping[type[nn.Module], Mapping[str, Kernel]]:
     samples: dict[type[nn.Module], tuple[nn.Module, tuple[int, ...]]] = {
-        # Without first values: these would draw random numbers.
+        # Skip initialization, because it would draw random numbers.
         nn.Linear: (nn.utils.skip_init(nn.Linear, 64, 16), (4, 64)),
         nn.Conv2d: (nn.utils.skip_init(nn.Conv2d, 4, 4, 3, padding=1), (1, 4, 6, 6)),
         nn.Conv1d: (nn.utils.skip_init(nn.Conv1d, 4, 4, 3, padding=1), (1, 4, 6)),
@@ -379,17 +379,17 @@ def _available() -> Mapping[type[nn.Module], Mapping[str, Kernel]]:
                 found[kind][name] = dataclasses.replace(kernel, dtypes=dtypes)
     for convolution in (nn.Conv1d, nn.Conv2d):
         if "onednn" not in found[convolution]:
-            found[convolution].clear()  # what is packed between others takes its layout
+            found[convolution].clear()  # other kernels compute in the layout of oneDNN
     int8 = found[nn.Linear].get("int8")
     if int8 and _is_reference(int8):
         del found[nn.Linear]["int8"]
-    elif int8:  # which is faster for all sizes
+    elif int8:  # faster than `int8_weight` for all sizes
         found[nn.Linear].pop("int8_weight", None)
     return found
 
 
 def _is_reference(kernel: Kernel) -> bool:
-    """Tell whether oneDNN has no code for this processor but its reference, which takes a thousand times as long."""
+    """Tell whether oneDNN has only its reference code for this processor, which takes a thousand times as long."""
     layer, value = nn.utils.skip_init(nn.Linear, 256, 256), torch.zeros(64, 256, dtype=kernel.dtypes[0])
     layer.to(kernel.dtypes[0])
     nn.init.zeros_(layer.weight)
@@ -405,7 +405,7 @@ def _is_reference(kernel: Kernel) -> bool:
 
 
 def _works(layer: nn.Module, kernel: Kernel, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Tell whether a kernel computes what the plain layer does, as far as the dtype tells."""
+    """Tell whether a kernel computes the same as the plain layer, within the precision of the dtype."""
     value = torch.linspace(-1, 1, torch.Size(shape).numel(), dtype=dtype).reshape(shape)
     with torch.no_grad():
         parameters = {

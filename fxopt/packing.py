@@ -1,4 +1,4 @@
-"""The questions that come before a layer is packed, and how packing is undone."""
+"""Chooses a kernel for a layer, packs the layer, and undoes packing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fxopt.torch_internals import parameters_of
 from fxopt.tuning import PLAIN, fastest, is_slower
 
 Tune = bool | Literal["known"]
-"""True measures kernels; `known` does not, and leaves alone what earlier measurements on this machine found slower."""
+"""True measures kernels; `known` measures nothing, and skips kernels that earlier measurements on this machine found slower."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearKernel:
-    """A linear layer, all its names and calls, and the kernel for it; `node` is its first call."""
+    """A linear layer with all its names, its kernel, and the shape of its input; `node` is its first call."""
 
     node: Node
     paths: tuple[str, ...]
@@ -57,13 +57,13 @@ class PackingLinears(ReversibleRewrite[LinearKernel]):
                 yield Refusal(node, found.reason)
 
     def apply(self, rewriter: Rewriter, site: LinearKernel) -> list[Node]:
-        """Put the packed layer in the place of the old one, under all its names."""
+        """Replace the layer by the packed one, under all its names."""
         put_packed(rewriter, site.paths, site.kernel, site.shape)
         return [n for n in rewriter.graph.find_nodes(op="call_module") if n.target in site.paths]
 
 
 class Found(NamedTuple):
-    """The kernel for a layer and the shape of its input; or none, and why; and the times of all, where they were measured."""
+    """The kernel for a layer, or the reason why there is none; the shape of its input, and the measured times, if any."""
 
     kernel: str | None
     reason: str = ""
@@ -80,15 +80,15 @@ def kernel_for(
     rounding: bool = False,
     alone: bool = False,
 ) -> Found:
-    """Find the kernel for the layer that `node` calls, which is the first one to call it.
+    """Find the kernel for the layer that `node`, its first call, calls.
 
     Args:
-        index: of the graph.
+        index: index of the graph.
         node: the call.
-        kind: the type that the layer has to be of.
-        tune: whether to measure, or to take the first kernel that there is, with `known` if nothing says that it is slower.
-        rounding: whether it has to be one that rounds the weight.
-        alone: whether it has to do without the weight beside the packed one.
+        kind: the required type of the layer.
+        tune: `True` measures, `False` chooses the first available kernel, and `known` refuses it if it is known to be slower.
+        rounding: whether the kernel must round the weight.
+        alone: whether the kernel must not need the plain weight in addition to the packed one.
     """
     layer = index.module(node)
     reason = index.inexact(node, kind) or index.obstacle_in_place(layer)
@@ -140,14 +140,14 @@ def activation_of(index: GraphIndex, node: Node) -> str | None:
 
 
 def put_packed(rewriter: Rewriter, paths: Sequence[str], kernel: str, shape: Sequence[int]) -> None:
-    """Put a packed layer in the place of the one at `paths`, all names of it."""
+    """Replace the layer at `paths`, which are all its names, by a packed layer."""
     layer = rewriter.graph_module.get_submodule(paths[0])
     packed, shell = packed_layer(layer, kernel, shape), submodules.without_tensors(layer)
     rewriter.swap(dict.fromkeys(paths, packed), restore=functools.partial(_unpacked, shell))
 
 
 def _unpacked(shell: nn.Module, now: Mapping[str, Any], left: object) -> dict[str, nn.Module]:
-    """The plain layer in the place of a packed one, with the weights that it has now."""
+    """Return the plain layer for each name of a packed one, with the current weights of the packed layer."""
     packed, *_ = now.values()
     return dict.fromkeys(now, submodules.with_parameters(shell, parameters_of(packed)))
 

@@ -1,4 +1,4 @@
-"""Modules of a graph module: where they are, in what order, what they hold, and how one takes the place of another."""
+"""Modules of a graph module: their paths, order and tensors, and functions that replace them."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from torch.fx import GraphModule
 from fxopt.torch_internals import PARAMETERS, buffers_of, modules_of, parameters_of, used_names
 
 STANDS_FOR = "_fxopt_stands_for"
-"""The attribute of a module that `fxopt.optimize` made in which the model is."""
+"""The attribute of an optimized module that contains the eager model."""
 
 GRAPHS = "_fxopt_graphs"
-"""That in which its graphs are."""
+"""The attribute of an optimized module that contains its graphs."""
 
 OWN_FORWARD, OWN_COMPILED = "_fxopt_forward", "_fxopt_compiled"
-"""Those in which is what someone puts in the place of its forward, and what `Module.compile` makes of it."""
+"""The attributes of an optimized module for a forward that someone assigns, and for the result of `Module.compile`."""
 
 
 def original(module: Any) -> Any:
-    """The model that an optimized module stands for; another object is itself, also one that passes its attributes on."""
+    """Return the eager model of an optimized module; return any other object unchanged, even a proxy of an optimized module."""
     slot = getattr(type(module), STANDS_FOR, None)
     try:
         return module if slot is None else slot.__get__(module)
-    except AttributeError:  # an instance that was made of the class
+    except AttributeError:  # an instance that was made from the class, without a model
         return module
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """`"encoder.layer.0"` as `("encoder.layer", "0")`."""
+    """Split `"encoder.layer.0"` into `("encoder.layer", "0")`."""
     parent, _, name = path.rpartition(".")
     return parent, name
 
 
 def prefixes(path: str) -> list[str]:
-    """`"encoder.layer.0"` as `["encoder", "encoder.layer", "encoder.layer.0"]`."""
+    """List the prefixes of `"encoder.layer.0"`: `["encoder", "encoder.layer", "encoder.layer.0"]`."""
     return list(itertools.accumulate(path.split("."), "{}.{}".format))
 
 
 def is_inside(path: str, names: Collection[str]) -> bool:
-    """Tell whether a qualified name is one of `names`, or below one; fast where these are a set or a dict."""
+    """Tell whether a qualified name is one of `names`, or below one; fast if `names` is a set or a dict."""
     return any(prefix in names for prefix in prefixes(path))
 
 
 def common_parent(paths: Iterable[str]) -> str:
-    """The qualified name of the innermost module that holds all of `paths`.
+    """The qualified name of the innermost module that contains all of `paths`.
 
     Example:
         >>> common_parent(["encoder.layer.0.query", "encoder.layer.0.key"]), common_parent(["query", "key"])
@@ -62,24 +62,24 @@ def common_parent(paths: Iterable[str]) -> str:
 
 
 def module_at(root: nn.Module, path: str) -> nn.Module:
-    """The module at a qualified name, as `get_submodule` finds it, in a small part of its time."""
+    """The module at a qualified name; much faster than `get_submodule`."""
     found = root
     for name in path.split(".") if path else ():
         part = modules_of(found).get(name)
         if part is None:
-            return root.get_submodule(path)  # which says what is missing
+            return root.get_submodule(path)  # raises an error that names the missing part
         found = part
     return found
 
 
 def attribute(graph_module: GraphModule, path: str) -> Any:
-    """The tensor, or whatever a `get_attr` node reads, at `path`."""
+    """The tensor or other object that a `get_attr` node reads at `path`."""
     owner, name = split_path(path)
     return getattr(module_at(graph_module, owner), name)
 
 
 def merged_order(known: Sequence[str], names: Iterable[str]) -> list[str]:
-    """`known` with the new ones of `names`, each behind the one that it follows there.
+    """Insert the new entries of `names` into `known`, each after the known entry that it follows in `names`.
 
     Example:
         >>> merged_order(["a", "b"], ["new", "b", "last"])
@@ -102,7 +102,7 @@ def names_in(graph_module: GraphModule, parent: str) -> list[str]:
 
 
 def put_in_order(graph_module: GraphModule, parent: str, names: Iterable[str]) -> None:
-    """Bring parameters, buffers and children back to a recorded order; those that are new since then come last."""
+    """Restore a recorded order of parameters, buffers and children; names that are not in `names` come last."""
     module, places = module_at(graph_module, parent), {name: place for place, name in enumerate(names)}
     for held in (parameters_of(module), buffers_of(module), modules_of(module)):
         for name in sorted(held, key=lambda name: places.get(name, len(places))):
@@ -110,7 +110,7 @@ def put_in_order(graph_module: GraphModule, parent: str, names: Iterable[str]) -
 
 
 def free_path(graph_module: GraphModule, parent: str, name: str) -> str:
-    """`parent.name`, or with a number behind it where that name is taken."""
+    """Return `parent.name`, followed by a number if this name is in use."""
     owner = module_at(graph_module, parent)
     candidate, number = name, 0
     while hasattr(owner, candidate):
@@ -120,12 +120,12 @@ def free_path(graph_module: GraphModule, parent: str, name: str) -> str:
 
 
 def parts(module: nn.Module) -> list[nn.Module]:
-    """A module and all modules below it; fast where there are none."""
+    """A module and all modules below it; fast if there are none."""
     return list(module.modules()) if modules_of(module) else [module]
 
 
 def tensors_of(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of modules, and tensors themselves, by qualified name, under each of their names."""
+    """Yield given tensors, and the parameters and buffers of given modules, under each of their qualified names."""
     for path, value in values.items():
         if isinstance(value, Tensor):
             yield path, value
@@ -142,7 +142,7 @@ def weights_of(value: Any) -> Iterator[Tensor]:
 
 
 def digest(values: Mapping[str, Any]) -> str:
-    """A digest of the names, dtypes, shapes and numbers of the tensors of modules, and of tensors themselves."""
+    """Compute a digest of the names, dtypes, shapes and numbers of tensors, and of the tensors in modules."""
     found = hashlib.blake2b(digest_size=16)
     for name, tensor in tensors_of(values):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -156,35 +156,35 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def without_tensors(module: M) -> M:
-    """A module of the same type with the same options and flags, whose parameters are all `None`."""
+    """Make a module of the same type with the same options and flags, whose parameters are all `None`."""
     shell = type(module).__new__(type(module))
-    for name, value in vars(module).items():  # registries of hooks and such must not be shared
+    for name, value in vars(module).items():  # registries, such as those of hooks, must not be shared
         shell.__dict__[name] = value.copy() if isinstance(value, (dict, set)) else value
     shell.__dict__[PARAMETERS] = dict.fromkeys(parameters_of(module))
     return shell
 
 
 def with_parameters(module: M, parameters: Mapping[str, Tensor | None]) -> M:
-    """The same with other parameters."""
+    """Make a module of the same type with the same options and flags, and with other parameters."""
     made = without_tensors(module)
     vars(made)[PARAMETERS] = dict(parameters)
     return made
 
 
 def with_values(tensor: Tensor, values: Tensor) -> Tensor:
-    """`values` as what `tensor` is: a parameter with the same `requires_grad`, or a plain tensor."""
+    """Make `values` a parameter with the same `requires_grad` if `tensor` is a parameter; otherwise return `values`."""
     return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
 
 
 def weight_of(layer: nn.Module) -> Tensor:
-    """The weight of a layer that holds one, in a small part of the time of `get_parameter`."""
+    """The weight of a layer that has one; much faster than `get_parameter`."""
     weight: Tensor | None = parameters_of(layer)["weight"]
     assert weight is not None
     return weight
 
 
 def layout_of(layer: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The strides that copies of the parameters of a layer have, by name."""
+    """The strides that a copy of each parameter of a layer would have, by name."""
     held = parameters_of(layer).items()
     return {name: _strides(p) for name, p in held if p is not None}
 
@@ -194,17 +194,17 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
 
 
 def laid_out(values: Tensor, strides: Sequence[int]) -> Tensor:
-    """A copy with these strides."""
+    """Copy a tensor, with these strides."""
     empty = torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device)
     return empty.copy_(values)
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Tell whether a layer has a weight of the shape that it says, maybe a bias for each channel, and nothing else."""
+    """Tell whether a layer has only a weight of the shape that its options define and, maybe, a bias for each channel."""
     if set(parameters_of(layer)) != {"weight", "bias"} or buffers_of(layer) or modules_of(layer):
         return False
     weight, bias = parameters_of(layer)["weight"], parameters_of(layer)["bias"]
-    options: Any = layer  # which may be others than those of the weight: some tools prune that alone
+    options: Any = layer  # the options may differ from the weight's shape: some tools prune only the weight
     if isinstance(layer, nn.Linear):
         given, taken, rest = layer.out_features, layer.in_features, ()
     else:
@@ -215,7 +215,7 @@ def is_plain(layer: nn.Module) -> bool:
 
 
 def find(graph_module: GraphModule, path: str) -> Any:
-    """The module, parameter or buffer at `path`; None where there is none."""
+    """The module, parameter or buffer at `path`; None if there is none."""
     parent, name = split_path(path)
     owner = module_at(graph_module, parent)
     for registry in (modules_of(owner), parameters_of(owner), buffers_of(owner)):
@@ -225,7 +225,7 @@ def find(graph_module: GraphModule, path: str) -> Any:
 
 
 def place(owner: nn.Module, path: str, value: Any) -> None:
-    """Put a module, parameter or buffer below `owner` under the last part of `path`; None takes away what is there."""
+    """Set a module, parameter or buffer of `owner` under the last part of `path`; None removes the existing one."""
     _, name = split_path(path)
     registries = {
         nn.Module: modules_of(owner),
@@ -243,13 +243,13 @@ def place(owner: nn.Module, path: str, value: Any) -> None:
 
 
 def place_all(graph_module: GraphModule, values: Mapping[str, Any]) -> None:
-    """Put modules, parameters or buffers at qualified names, as `place` does."""
+    """Set modules, parameters or buffers at qualified names, as `place` does."""
     for path, value in values.items():
         place(module_at(graph_module, split_path(path)[0]), path, value)
 
 
 def sharing_copy(graph_module: GraphModule) -> GraphModule:
-    """A deep copy that shares the parameters and buffers, in which the names of erased nodes stay reserved, too."""
+    """Copy a graph module deeply, but share parameters and buffers; names of erased nodes stay reserved in the copy."""
     copied = copy.deepcopy(graph_module, {id(tensor): tensor for tensor in weights_of(graph_module)})
     used_names(copied.graph).update(used_names(graph_module.graph))
     return copied

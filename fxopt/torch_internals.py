@@ -1,8 +1,8 @@
-"""The private names of torch that fxopt uses, each with the consequence of its absence: those of capture are in `capture/`.
+"""The private names of torch that fxopt uses, each with the consequence of its absence; those of capture are in `capture/`.
 
-Any release of torch may rename or remove one. A name that this torch lacks becomes its fallback, or a stand-in that
-raises a sentence with torch's version at the first use; an import never fails. `FXOPT_WITHOUT`, an environment variable
-with names joined by commas, makes fxopt do without these names: tests and `fxopt doctor` show the consequence.
+Any release of torch may rename or remove such a name. A name that this torch lacks becomes its fallback, or a stand-in that
+raises an error with torch's version at the first use; an import never fails. The environment variable `FXOPT_WITHOUT`, with
+names joined by commas, makes fxopt treat these names as absent: tests and `fxopt doctor` show the consequence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Row:
         name: the qualified name.
         without: the consequence of its absence, as a clause.
         found: `True` if this torch has it.
-        has_fallback: `True` if code that needs it goes on without it.
+        has_fallback: `True` if fxopt has a fallback for the name.
     """
 
     name: str
@@ -57,13 +57,13 @@ _RAISE: Any = object()
 
 
 def private(name: str, without: str, otherwise: Any = _RAISE, error: type[Exception] = FxoptError) -> Any:
-    """Look up a private name, and enter it into `ROWS`.
+    """Look up a private name, and add it to `ROWS`.
 
     Args:
         name: the qualified name.
         without: the consequence of its absence, as a clause.
         otherwise: the fallback. By default, a stand-in that raises at its first use.
-        error: the class of that error.
+        error: the class of the error that the stand-in raises.
 
     Returns:
         The object of this name, `otherwise`, or the stand-in: a class without instances.
@@ -76,7 +76,7 @@ def private(name: str, without: str, otherwise: Any = _RAISE, error: type[Except
 
 
 def attribute(sample: Any, name: str, without: str, otherwise: Any = _RAISE) -> Any:
-    """A function that reads a private attribute, which instances such as `sample` have."""
+    """Return a function that reads a private attribute of instances such as `sample`, and add the attribute to `ROWS`."""
     read: Any = operator.attrgetter(name)
     try:
         read(sample)
@@ -110,7 +110,7 @@ def _entered(name: str, without: str, found: Any, otherwise: Any, error: type[Ex
     row = ROWS[name] = Row(name, without, found is not _RAISE, otherwise is not _RAISE)
     if row.found:
         return found
-    if otherwise is not _no_kernel:  # builds of torch differ in these
+    if otherwise is not _no_kernel:  # kernels differ between builds of torch, so their absence is not noted
         FxoptError.notes.append(str(row))
     return (
         _Absent(name.rpartition(".")[2], (), {"row": row, "error": error})
@@ -124,7 +124,7 @@ def _no_kernel(*args: Any) -> Any:
 
 
 class _Absent(type):
-    """A class that stands for an absent name: nothing is an instance, and each use raises."""
+    """Metaclass of the stand-ins for absent names: classes without instances, of which each use raises."""
 
     row: Row
     error: type[Exception]
@@ -178,11 +178,11 @@ PARAMETERS, BUFFERS, MODULES, NON_PERSISTENT = REGISTRIES = (
 )
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 DERIVED_FROM_GRAPH = ("_graph", "_code", "_lineno_map", "_prologue_start", "_compiled_call_impl")
-"""Attributes that a `GraphModule` derives from its graph, and what `Module.compile` makes."""
+"""Attributes that a `GraphModule` derives from its graph, and the result of `Module.compile`."""
 WRAPPED_CALL = "_wrapped_call"
-"""Where the class of a `GraphModule` keeps what it calls."""
+"""The attribute of the class of a `GraphModule` with the function that a call runs."""
 COMPILED = DERIVED_FROM_GRAPH[-1]
-"""The attribute in which a module keeps what `Module.compile` makes, and which is called in place of the forward."""
+"""The attribute of a module with the result of `Module.compile`, which is called instead of the forward."""
 parameters_of, buffers_of, modules_of, non_persistent_of = (
     attribute(_NEW_MODULE, name, LAYERS) for name in REGISTRIES
 )
@@ -217,7 +217,7 @@ is_erased = attribute(_NEW_GRAPH.create_node("placeholder", "x"), "_erased", "pa
 used_names = attribute(_NEW_GRAPH, "_graph_namespace._used_names", "passes cannot be undone")
 name_counts = attribute(_NEW_GRAPH, "_graph_namespace._base_count", "passes cannot be undone")
 
-# --- states in which nothing but torch's own layers may run
+# --- states in which packed layers and optimized modules must not compute
 
 _QUESTIONS = [
     private(name, PLAIN, lambda: True)
@@ -232,7 +232,7 @@ has_any_global_hook = private("torch.nn.modules.module._has_any_global_hook", PL
 
 
 def cannot_tell() -> str:
-    """The reason why `is_transforming` is true at all times; empty if this torch has all names that it takes."""
+    """Return the reason why `is_transforming` is always true; empty if this torch has all names that it needs."""
     return next((str(row) for row in missing() if row.without == PLAIN), "")
 
 
@@ -266,7 +266,7 @@ quantized_by_rows = _kernel("torch._make_per_channel_quantized_tensor")
 
 
 def holding_inductor(held: list[Any]) -> Any:
-    """The backend of torch.compile, which adds what it compiles to a list: `torch._dynamo.reset()` lets go of all else."""
+    """Return the inductor backend of torch.compile; it adds compiled code to `held`, to outlive `torch._dynamo.reset()`."""
     find = private("torch._dynamo.lookup_backend", "engines do not compile for a GPU")
     backend = find("inductor")
 
@@ -278,7 +278,7 @@ def holding_inductor(held: list[Any]) -> Any:
 
 
 def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments of a call that its operator writes into, as the schema says."""
+    """List the arguments of a call that its operator writes into, according to the schema."""
     schema = schema_of(operator)
     return [
         args[place] if place < len(args) else kwargs.get(argument.name)
@@ -288,12 +288,12 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def clear_workspaces() -> None:
-    """Free the memory in which cuBLAS works, of all streams; what is recorded next gets memory of its own."""
+    """Free the workspaces of cuBLAS of all streams; a CUDA graph that is recorded next gets its own workspace."""
     private("torch._C._cuda_clearCublasWorkspaces", "engines record nothing on a GPU")()
 
 
 def frozen() -> contextlib.AbstractContextManager[object]:
-    """Let torch.compile take the weights of what it compiles in the block as constants; importing its compiler takes a tenth of a second."""
+    """Make torch.compile treat weights as constants in the block; the import of its compiler takes 0.1 s."""
     without = "torch.compile reads the weights of a graph in each run"
     patch = private("torch._inductor.config.patch", without, lambda **_: contextlib.nullcontext())
     return patch(freezing=True)  # type: ignore[no-any-return]

@@ -1,9 +1,9 @@
-"""The fastest kernel of a layer, found by running each one: no kernel wins for every shape on every processor.
+"""Finds the fastest kernel of a layer by running each one: no kernel is the fastest for every shape on every processor.
 
-What was found is kept for the process, and for later ones in a file: `kernels.jsonl` in the folder that the environment
-variable `FXOPT_CACHE` names, by default `~/.cache/fxopt`. Each measurement appends a line; of two with one key, the later
-one counts. Since a machine may be busy while it measures, later processes measure again, and take the shorter time of
-each, until one finds the same times; all after it take them as they are.
+The times are cached in the process, and for later processes in a file: `kernels.jsonl` in the folder that the environment
+variable `FXOPT_CACHE` names, by default `~/.cache/fxopt`. Each measurement appends a line; the last line of a key is valid.
+The machine may be busy during a measurement. So later processes measure again and keep the shorter times, until a process
+confirms the times of the file; then all processes use these times.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from fxopt.version import __version__
 R = TypeVar("R")
 
 PLAIN = "plain"
-"""The name of torch's own kernel among the others."""
+"""The name of torch's own kernel."""
 
 
 MARGIN = 0.97
-"""A kernel has to take at most this part of the plain one's time: less is within what measuring leaves open."""
+"""A kernel is faster if it takes at most this fraction of the plain kernel's time; smaller gains may be noise."""
 
-_WORKING_SET = 2**25  # bytes of weights to go through, so that they come from memory as in a whole model
-_MOST_COPIES = 16  # of a layer, each with weights of its own
-_SECONDS = 0.01  # how long to run each kernel of a layer
+_WORKING_SET = 2**25  # bytes of weights to cycle through, to read them from memory as in a whole model
+_MOST_COPIES = 16  # largest number of copies of a layer, each with its own weights
+_SECONDS = 0.01  # time to run each kernel of a layer
 
-_SPREAD = 1.15  # by which the least times of two processes differ on an idle machine, at most
+_SPREAD = 1.15  # largest ratio of the least times of two processes on an idle machine
 
-_PROCESSES = "processes"  # in each row, how many found the same times: 1.0 or 2.0
+_PROCESSES = "processes"  # key in each row: the number of processes that found the same times, 1.0 or 2.0
 
-_rows: dict[str, dict[str, float]] = {}  # by key; what this process found counts as found by two
+_rows: dict[str, dict[str, float]] = {}  # by key; times of this process count as confirmed
 _lock = threading.Lock()  # threads that measure at once would slow each other down
 
 
@@ -63,13 +63,13 @@ def fastest(
 
     Args:
         layer: a `torch.nn.Linear`, `torch.nn.Conv1d` or `torch.nn.Conv2d`.
-        shape: of its input.
-        rounding: try those kernels, too, that round the weight.
-        alone: leave out those that need the weight beside the packed one.
-        activation: the name of the activation that follows the layer, whose time counts.
+        shape: the shape of its input.
+        rounding: whether to include kernels that round the weight.
+        alone: whether to leave out kernels that need the plain weight in addition to the packed one.
+        activation: the name of the activation that follows the layer; its time is included.
 
     Returns:
-        Its name, `plain` for the layer as it is, and the seconds that each takes.
+        The name of the kernel, `plain` for torch's own, and the time of each kernel in seconds.
 
     Example:
         >>> import torch
@@ -84,14 +84,14 @@ def fastest(
 def measured(
     layer: nn.Module, shape: Sequence[int], kernels: Sequence[str], activation: str | None = None
 ) -> Mapping[str, float]:
-    """The seconds that torch's kernel and others take for a layer and the activation behind it; what the cache has is not measured."""
+    """Return the seconds that torch's kernel and others take for a layer and its activation, from the cache or measured."""
     key = _key(layer, shape, activation)
     found = _looked_up(key, [PLAIN, *kernels], lambda: _measure(layer, shape, kernels, activation))
     return {name: found[name] for name in (PLAIN, *kernels)}
 
 
 def is_slower(layer: nn.Module, shape: Sequence[int], kernel: str, activation: str | None = None) -> bool:
-    """Tell whether earlier measurements say that a kernel is slower than torch's own; measures nothing."""
+    """Tell whether earlier measurements found a kernel slower than torch's own, without measuring."""
     with _lock:
         _load()
         row = _rows.get(_key(layer, shape, activation), {})
@@ -99,7 +99,7 @@ def is_slower(layer: nn.Module, shape: Sequence[int], kernel: str, activation: s
 
 
 def copying(shape: Sequence[int]) -> float:
-    """The seconds that it takes to copy a float32 tensor of a shape from channels_last to torch's default layout."""
+    """Return the seconds to copy a float32 tensor of a shape from channels_last to torch's default layout."""
 
     def measure() -> dict[str, float]:
         return _times({PLAIN: [channels_last(torch.empty(tuple(shape))).contiguous]})
@@ -110,7 +110,7 @@ def copying(shape: Sequence[int]) -> float:
 def _looked_up(
     key: str, names: Collection[str], measure: Callable[[], dict[str, float]]
 ) -> Mapping[str, float]:
-    """The times of some names; measured where they are missing, or where only one other process has found them."""
+    """Return the times of a key; measure if some of `names` are missing, or if only one other process measured them."""
     with _lock:
         _load()
         before = _rows.get(key, {})
@@ -131,18 +131,18 @@ def _load() -> None:
 
 
 def _is_same(seconds: float, before: float) -> bool:
-    """Tell whether two measurements found one time: on a busy machine the least times differ several times over."""
+    """Tell whether two measurements agree; on a busy machine, least times differ by a factor of several."""
     return max(seconds, before) <= _SPREAD * min(seconds, before)
 
 
 def _choice(row: Mapping[str, float]) -> str:
-    """The fastest in a row, where it is faster than what is there without it."""
+    """The fastest kernel of a row; `plain` unless another one is faster by the margin."""
     name = min(row, key=row.__getitem__)
     return name if row[name] <= MARGIN * row[PLAIN] else PLAIN
 
 
 def _key(layer: nn.Module, shape: Sequence[int], activation: str | None = None) -> str:
-    """All that the times depend on: the layer, what follows it, its input, the machine, torch with its threads, and fxopt."""
+    """The cache key: layer, activation, dtype and input shape, processor, versions of torch and fxopt, number of threads."""
     weight = layer.get_parameter("weight")
     what = f"{layer!r}{f' and {activation}' if activation else ''} {weight.dtype} {'x'.join(map(str, shape))}"
     return f"{what}; {_machine()}"
@@ -170,13 +170,13 @@ def _measure(
 ) -> dict[str, float]:
     dtype = layer.get_parameter("weight").dtype
     size = sum(p.numel() * p.element_size() for p in layer.parameters())
-    generator = torch.Generator().manual_seed(0)  # its own: who draws numbers gets the same, measured or not
+    generator = torch.Generator().manual_seed(0)  # measuring must not advance the global generator
     count = min(_MOST_COPIES, math.ceil(_WORKING_SET / max(1, size)))
     copies = [_random_layer(layer, generator) for _ in range(count)]
     value = torch.randn(tuple(shape), generator=generator, device="cpu").to(dtype)
     runs = {PLAIN: copies} | {name: [packed_layer(copy, name, shape) for copy in copies] for name in kernels}
     with torch.no_grad():
-        # A convolution's packed kernel gives channels_last, and takes that from the one before it.
+        # A packed convolution returns channels_last, so its input is in channels_last if it follows another one.
         packed_value = value if isinstance(layer, nn.Linear) else channels_last(value)
 
         follows = ACTIVATIONS[activation] if activation else None
@@ -202,7 +202,7 @@ def _random_layer(layer: nn.Module, generator: torch.Generator) -> nn.Module:
 
 
 def _times(runs: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, float]:
-    """The least time of each, with the weights of another layer in each turn."""
+    """Return the least time of each kernel; each turn uses the weights of another copy of the layer."""
     for calls in runs.values():
         for call in calls:  # packs the weights
             call()
@@ -218,12 +218,12 @@ def _times(runs: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, floa
 def least_seconds(
     runs: Mapping[str, R], seconds_of: Callable[[R, int], float], budget: float, most: int
 ) -> dict[str, float]:
-    """The least time of each run, taken in turns, so that a slow moment of the machine meets all.
+    """Return the least time of each run, measured in turns, so that a slow moment of the machine affects all runs.
 
     Args:
-        runs: what is timed, by name.
-        seconds_of: gives the time of a run, in seconds; it also gets the number of the turn.
-        budget: for how many seconds each run is timed, once there were three turns.
+        runs: the runs to time, by name.
+        seconds_of: function of a run and the number of the turn that returns the time in seconds.
+        budget: seconds for each run; after three turns, timing ends when the sum of all budgets is spent.
         most: the largest number of turns.
     """
     found = dict.fromkeys(runs, float("inf"))
@@ -236,7 +236,7 @@ def least_seconds(
 
 
 def cache_folder() -> Path:
-    """Where files of fxopt go: what the environment variable `FXOPT_CACHE` names, by default `~/.cache/fxopt`."""
+    """The folder for files of fxopt: the environment variable `FXOPT_CACHE`, by default `~/.cache/fxopt`."""
     return Path(os.path.expanduser(os.environ.get("FXOPT_CACHE") or "~/.cache/fxopt"))
 
 
@@ -246,9 +246,9 @@ def _file() -> Path:
 
 def _read() -> dict[str, dict[str, float]]:
     found = dict[str, dict[str, float]]()
-    with contextlib.suppress(OSError):  # there is none yet
+    with contextlib.suppress(OSError):  # no file yet
         for line in _file().read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):  # a process that was killed left half of one: measure again
+            with contextlib.suppress(ValueError):  # half a line of a killed process: measure again
                 match json.loads(line):
                     case [str(key), dict(row)] if {PLAIN, _PROCESSES} <= row.keys():
                         if all(isinstance(took, float) and took > 0 for took in row.values()):
@@ -257,12 +257,12 @@ def _read() -> dict[str, dict[str, float]]:
 
 
 def _append(key: str, row: Mapping[str, float]) -> None:
-    """Write a measurement into the file; where that cannot be, on a read-only system, each process measures anew."""
+    """Append a measurement to the file; on a read-only file system, nothing is written and each process measures."""
     file = _file()
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a") as lines:  # what others write meanwhile stays
-            lines.write(f"\n{json.dumps([key, row])}")  # half a line of a killed process ends before it
+        with file.open("a") as lines:  # append, to keep the lines of other processes
+            lines.write(f"\n{json.dumps([key, row])}")  # the file may end in half a line
 
 
 def _after_fork() -> None:

@@ -1,3 +1,3 @@
-"""The version of fxopt: the one place that says it."""
+"""The version of fxopt, defined only here."""
 
 __version__ = "0.1.0"

@@ -1,5 +1,5 @@
-"""Attention that is written out, as `FuseAttention` reads it: by the flow of data from a softmax to the products beside it.
+"""Reads attention that is written out for `FuseAttention`, by the flow of data from a softmax to the products around it.
 
-`attention_reader` finds and checks the places, `scores` reads the way from one product to the other, `masks` what is
-added and filled there, `heads` shapes and dtypes, and `attention_steps` single operators.
+`attention_reader` finds and checks sites. `scores` reads the steps between the two products, `masks` the masks that are
+added or filled, and `attention_steps` single operators. `heads` checks shapes and dtypes.
 """

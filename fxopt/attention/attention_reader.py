@@ -35,16 +35,16 @@ class Attention:
 
     Attributes:
         node: the product with the values.
-        steps: the other nodes whose work is a part of it, in order: the product of queries and keys, maybe a scaling of the
-            queries before it, and all that leads to the weights.
+        steps: the other nodes of the attention, in order: maybe a scaling of the queries, the product of queries and keys, and
+            all nodes from there to the weights.
         query: (..., L, E).
-        key: (..., E, S) where it is `turned`, else (..., S, E).
+        key: (..., E, S) if `turned`, otherwise (..., S, E).
         value: (..., S, D).
-        turned: whether the queries are multiplied with `key` as it is.
+        turned: whether `key` is already transposed for the product with the queries.
         scale: the factor of the scores, before masks.
-        masks: in the order in which they are applied.
-        heads: the sizes of batch and heads where some steps have one dimension for both, and others two; else None.
-        contiguous: whether something may depend on the output being contiguous, as that of a product is.
+        masks: the masks, in the order in which they are applied.
+        heads: the sizes of batch and heads if some steps have one dimension for both, and others two; otherwise None.
+        contiguous: whether a later node or the caller may depend on a contiguous output, as a product has.
     """
 
     node: Node
@@ -63,8 +63,8 @@ class AttentionReader:
     """Finds and reads attention in one graph.
 
     Args:
-        index: the graph.
-        masks: reads its masks.
+        index: index of the graph.
+        masks: the reader of its masks.
     """
 
     def __init__(self, index: GraphIndex, masks: MaskReader) -> None:
@@ -73,7 +73,7 @@ class AttentionReader:
         self._read: set[Node] = set()
 
     def places(self) -> Iterator[tuple[Node, ...]]:
-        """Nodes that lead from a product by way of a softmax to another product, in order."""
+        """Yield paths of nodes from a product through a softmax to another product, in graph order."""
         for node in self._index.nodes:
             if step_name(self._index, node) == "softmax":
                 before = self._path(node, _sources)
@@ -82,10 +82,10 @@ class AttentionReader:
                     yield (*reversed(before), *behind[1:])
 
     def read(self, place: tuple[Node, ...]) -> Attention:
-        """Read one of these places.
+        """Read a path of `places` as an attention.
 
         Raises:
-            Obstacle: it is no attention, or something keeps it from being computed at once.
+            Obstacle: the path is not attention, or one call cannot compute it.
         """
         *steps, last = place
         query, key, turned = factors(steps[0])
@@ -110,7 +110,7 @@ class AttentionReader:
             stop(self._index.memory.write_between(reader, last, tensor))
             stop(self._index.keeping_obstacle(last, tensor))
         self._read.add(last)
-        # Kernels of a GPU may give a slice of wider rows, too, of which only views and callers know.
+        # Kernels of a GPU may also return a slice of wider rows, which only views and callers notice.
         contiguous = bool(layout_obstacle(self._index, last, 0)) or self._index.memory.is_returned(last)
         layouts = _layouts(graph.value_of(query), graph.value_of(last))
         contiguous = contiguous or any(depends_on_strides(self._index, last, each) for each in layouts)
@@ -118,7 +118,7 @@ class AttentionReader:
         return Attention(*parts, heads, contiguous)
 
     def _path(self, start: Node, following: Callable[[Node], Sequence[Node]]) -> tuple[Node, ...]:
-        """The nodes from `start` to a product near it; none where there is no product."""
+        """The nodes from `start` to a product near it; empty if there is no product."""
         came: dict[Node, Node | None] = {start: None}
         pending = [start]
         while pending and len(came) < _NEAR:
@@ -147,7 +147,7 @@ class AttentionReader:
 
 
 def _layouts(query: Tensor, output: Tensor) -> Iterator[Tensor]:
-    """Descriptions of the output as kernels may lay it out: like the queries, and row by row with all heads of each."""
+    """Fake tensors with the layouts that kernels may give the output: that of the queries, and (batch, rows, heads, columns)."""
     if str(query.shape) == str(output.shape):
         with graph.describing(query):
             yield torch.empty_like(query)
@@ -156,7 +156,7 @@ def _layouts(query: Tensor, output: Tensor) -> Iterator[Tensor]:
 
 
 def _sources(step: Node) -> list[Node]:
-    """The values that may be the scores, of which a step makes others; likely ones first."""
+    """The inputs of a step that may be the scores, the most likely first."""
     if name_of(step) == "where" and step.op == "call_function":
         nodes = [arg for arg in step.args[1:] if isinstance(arg, Node)]
     elif name_of(step) in ("masked_fill", "where"):
@@ -167,6 +167,6 @@ def _sources(step: Node) -> list[Node]:
 
 
 _NEAR = 64
-"""How many nodes around a softmax are searched for a product."""
+"""The number of nodes around a softmax that are searched for a product."""
 
 _PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")

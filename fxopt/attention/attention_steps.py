@@ -1,4 +1,4 @@
-"""The steps that attention is written out with, one by one."""
+"""Reads the single operators of attention that is written out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxopt.operators import name_of
 
 
 class Obstacle(Exception):
-    """A reason why something that looks like attention is none, or is not known to be one."""
+    """A reason why nodes that look like attention are not, or are not known to be."""
 
 
 def stop(reason: str | None) -> None:
@@ -25,10 +25,10 @@ def stop(reason: str | None) -> None:
 
 
 def described(node: Node) -> Tensor:
-    """The shape and dtype of a value.
+    """The fake tensor of a value, with its shape and dtype.
 
     Raises:
-        Obstacle: they are not known.
+        Obstacle: shape and dtype are not known.
     """
     value = graph.value_of(node)
     if not isinstance(value, Tensor):
@@ -37,14 +37,14 @@ def described(node: Node) -> Tensor:
 
 
 def step_name(index: GraphIndex, node: Node) -> str:
-    """The name of the operator of a node, also where it is a module without weights; empty for other nodes."""
+    """The name of the operator that a node computes as a call or as a module without weights; empty for other nodes."""
     if node.op != "call_module":
         return name_of(node)
     return _MODULES.get(type(index.module(node)), "")
 
 
 def factors(product: Node) -> tuple[Node, Node, bool]:
-    """Both factors, and whether the second one is (..., inner, columns) rather than (..., columns, inner)."""
+    """Return both factors, and whether the second one is (..., inner, columns) rather than (..., columns, inner)."""
     args: Any = product.args
     turned, name = True, name_of(product)
     if name == "einsum":
@@ -60,7 +60,7 @@ def factors(product: Node) -> tuple[Node, Node, bool]:
 
 
 def _is_turned(equation: str) -> bool:
-    """Tell whether an einsum of the last two dimensions takes (..., inner, columns), or (..., columns, inner)."""
+    """Tell whether the second factor of an einsum is (..., inner, columns) rather than (..., columns, inner)."""
     found = re.fullmatch(r"(\w*|\.\.\.)(\w)(\w),\1(\w)(\w)->\1\2(\w)", equation)
     batch, row, inner, first, second, out = found.groups() if found else [""] * 6
     letters = [*batch.replace(".", ""), row, inner, out]
@@ -83,7 +83,7 @@ def swaps_last(node: Node) -> bool:
 
 
 def factor_of(step: Node) -> float | None:
-    """The number by which a step multiplies a tensor; None where it does something else."""
+    """The number by which a step multiplies a tensor; None if it computes something else."""
     name, args = name_of(step), step.args
     if len(args) != 2 or step.kwargs:
         return None

@@ -1,4 +1,4 @@
-"""Shapes and dtypes that attention must have to be one call."""
+"""Checks that one call can compute an attention with its shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxopt.operators import Fact, facts_of, name_of
 def heads_of(
     index: GraphIndex, place: Sequence[Node], inputs: Sequence[Node], turned: bool, masks: Sequence[Mask]
 ) -> tuple[Any, Any] | None:
-    """Check that all shapes fit, and return the sizes of batch and heads where some steps have them in one."""
+    """Check that all shapes fit; return the sizes of batch and heads if some steps, but not all, join them in one dimension."""
     *steps, _ = place
     (*front, rows, columns), (*behind, _, _) = described(steps[0]).shape, described(steps[-1]).shape
     query, key, value = (described(node).shape for node in inputs)
@@ -49,7 +49,7 @@ def heads_of(
 
 
 def check_types(place: Sequence[Node], inputs: Sequence[Node], masks: Sequence[Mask]) -> None:
-    """Refuse what would be computed in less precision, or with other values of masks."""
+    """Raise an Obstacle if one call would compute in lower precision, or with other values of masks."""
     dtype = graph.dtype_of(place[-1])
     half = dtype in (torch.float16, torch.bfloat16)
     for node in (*inputs, *place):

@@ -1,4 +1,4 @@
-"""The masks of attention: tensors that are added to scores, or say where other values stand."""
+"""The masks of attention: tensors that are added to scores, or that select the scores to replace by another value."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from fxopt.submodules import attribute
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """A tensor that is added to scores, or says where they have another value.
+    """A tensor that is added to scores, or that selects the scores to replace by another value.
 
     Attributes:
-        node: the tensor, with as many dimensions as the scores or fewer; of booleans where there is a `fill`.
-        step: the node that applies it.
-        fill: the value that stands where `node` is `where`; None where `node` is added.
-        where: at which elements of `node` the value stands.
-        unless: why the attention cannot be one call if a row of scores is masked entirely; None where it can.
-        least: the least number that it gives scores.
-        finite: whether such a row differs in its gradients alone.
+        node: the tensor, with as many dimensions as the scores or fewer; boolean if there is a `fill`.
+        step: the node that applies the mask.
+        fill: the value of the scores at which `node` equals `where`; None if `node` is added.
+        where: the value of `node` that selects a score.
+        unless: why one call cannot compute the attention if a row of scores is masked entirely; None if it can.
+        least: the least number that the mask adds to scores, or sets them to.
+        finite: whether a row that is masked entirely differs only in its gradients.
     """
 
     node: Node
@@ -47,9 +47,9 @@ class MaskReader:
     """Reads the masks in one graph.
 
     Args:
-        index: the graph.
+        index: index of the graph.
         each_row_has_a_key: whether no row of scores is masked entirely in any run.
-        inference: whether gradients do not count, and parameters and buffers stay as they are.
+        inference: whether gradients do not matter, and parameters and buffers do not change.
     """
 
     def __init__(self, index: GraphIndex, each_row_has_a_key: bool, inference: bool) -> None:
@@ -58,7 +58,7 @@ class MaskReader:
         self._least = dict[Node, float]()
 
     def added(self, node: Node, step: Node) -> Mask:
-        """The mask that a step adds."""
+        """Describe the mask that a step adds."""
         least, device = self._least_in(node), graph.value_of(step).device.type
         unless = None
         if least <= _smallest_finite(device):
@@ -72,7 +72,7 @@ class MaskReader:
         return Mask(node, step, unless=unless, least=least, finite=least > _smallest_finite(device))
 
     def filled(self, node: Node, step: Node, source: Node, fill: Any, where: bool = True) -> Mask:
-        """The mask by which a step gives scores another value, which has to be so small that no score counts beside it."""
+        """Describe the mask by which a step replaces scores by a value, which must be small enough to hide any score."""
         number = fill
         if isinstance(fill, Node):
             value = described(fill)
@@ -88,11 +88,11 @@ class MaskReader:
         return Mask(node, step, fill, where, unless, number, finite)
 
     def check_rows(self, masks: Sequence[Mask], dtype: torch.dtype | None) -> None:
-        """Raise an Obstacle if a row of scores may be masked entirely, where that matters."""
+        """Raise an Obstacle if a row of scores may be masked entirely, and one call would compute another result for it."""
         reasons = [mask.unless for mask in masks if mask.unless]
         if masks and dtype == torch.float16:
             reasons.append("in float16, a row that is masked entirely would have other weights")
-        elif len(masks) == 1:  # two may leave a row no key together
+        elif len(masks) == 1:  # two masks together may hide all keys of a row
             no_matter = self._inference and masks[0].finite
             reasons = [] if no_matter or (reasons and self._leaves_keys(masks[0])) else reasons
         elif _may_overflow(masks) and not any(map(self._leaves_keys, masks)):
@@ -112,7 +112,7 @@ class MaskReader:
         return not bool(hidden.all(-1).any())
 
     def _least_in(self, mask: Node) -> float:
-        """The least number that the graph writes into a mask, -inf where it makes it by a logarithm; 0 where it writes none."""
+        """The least constant in the computation of a mask, -inf if it contains a logarithm; 0 if there is no constant."""
         if mask not in self._least:
             made = graph.reached([mask], self._made_by)
             self._least[mask] = min((self._least_of(node) for node in made), default=0.0)
@@ -125,7 +125,7 @@ class MaskReader:
         return -math.inf if name_of(node) in _LOGARITHMS else min(map(_least, found), default=0.0)
 
     def _made_by(self, node: Node) -> tuple[Node, ...]:
-        """The values that a value of a mask comes from; none where it is mixed of many."""
+        """The values that a value of a mask is computed from; empty for operators that mix many values."""
         if node.op == "call_module" or Fact.MIXES in facts_of(node):
             return ()
         return (*node.all_input_nodes, *self._index.memory.writers(node))
@@ -136,7 +136,7 @@ class MaskReader:
 
 
 def _least(value: object) -> float:
-    """The least number that a value may give a mask, which may take it times -1."""
+    """The least number that a constant may contribute to a mask, which may negate a float."""
     if isinstance(value, Tensor) and value.is_floating_point() and not value.is_meta and value.numel():
         return float(value.detach().min())
     if isinstance(value, float):
@@ -145,7 +145,7 @@ def _least(value: object) -> float:
 
 
 def _may_overflow(masks: Sequence[Mask]) -> bool:
-    """Tell whether masks may add up to less than the least number of their dtype; in halves, as Python's sum may be -inf, too."""
+    """Tell whether the sum of masks may be less than the least number of their dtype; halves keep Python's sum finite."""
     if len(masks) < 2:
         return False
     least = torch.finfo(graph.value_of(masks[0].step).dtype).min
@@ -153,20 +153,20 @@ def _may_overflow(masks: Sequence[Mask]) -> bool:
 
 
 def _smallest_finite(device: str) -> float:
-    """The largest number that the kernels of a device take for -inf."""
+    """The largest number that the kernels of a device treat as -inf."""
     return -math.inf if device == "cpu" else _LEAST_ELSEWHERE
 
 
 _LOGARITHMS = ("log", "log2", "log10", "log1p", "logit", "logsumexp", "log_softmax", "log_sigmoid")
 
 _LEAST_ELSEWHERE = torch.finfo(torch.float32).min / 2
-"""Memory-efficient kernels multiply masks by log2(e), and so make -inf of float32's least number."""
+"""Memory-efficient kernels multiply masks by log2(e), so the least float32 becomes -inf."""
 
 _LOSING_GRADIENTS = -1e4
-"""The backward of the kernels takes each weight from a score and the logarithm of the row's sum, which is lost beside such scores."""
+"""Mask values up to this lose gradients: rounding drops the logarithm of a row's sum, which the backward adds to scores."""
 
 _SMALLEST = torch.finfo(torch.bfloat16).min
-"""The value that masks with at most: a score that is added to it is lost in rounding, in every dtype but float16."""
+"""Largest value that hides a score: adding a score to it changes nothing after rounding, in every dtype except float16."""
 
 CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16")
 """Methods by which models change the dtype of scores and masks."""

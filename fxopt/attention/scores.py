@@ -1,4 +1,4 @@
-"""The way of scores from the product of queries and keys to the weights: a factor, masks, a softmax."""
+"""Reads the steps from the product of queries and keys to the weights: a factor, masks, a softmax."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxopt.operators import Fact, facts_of, name_of
 
 @dataclasses.dataclass
 class Scores:
-    """The factor and the masks of scores so far."""
+    """The factor and the masks of the scores after the steps that were read."""
 
     scale: float = 1.0
     masks: list[Mask] = dataclasses.field(default_factory=list)
@@ -28,11 +28,11 @@ class Scores:
 
 
 class ScoreReader:
-    """Reads what is done to scores in one graph.
+    """Reads the operations on scores in one graph.
 
     Args:
-        index: the graph.
-        masks: reads its masks.
+        index: index of the graph.
+        masks: the reader of its masks.
     """
 
     def __init__(self, index: GraphIndex, masks: MaskReader) -> None:
@@ -42,7 +42,7 @@ class ScoreReader:
         """Read the steps from the product of queries and keys to the weights of an attention with an output of `dtype`.
 
         Raises:
-            Obstacle: one of them is no step of attention.
+            Obstacle: one of them is not a step of attention.
         """
         scores = self._begun(steps[0])
         for source, step in itertools.pairwise(steps):
@@ -51,7 +51,7 @@ class ScoreReader:
         return scores
 
     def _begun(self, product: Node) -> Scores:
-        """The scores that the product of queries and keys gives."""
+        """Read the product of queries and keys, which may be a `baddbmm` with a factor and a mask."""
         if name_of(product) != "baddbmm":
             return Scores()
         alpha, beta = (product.kwargs.get(name, 1) for name in ("alpha", "beta"))
@@ -60,7 +60,7 @@ class ScoreReader:
         return Scores(float(alpha), [self._masks.added(product.all_input_nodes[0], product)] if beta else [])
 
     def _read_step(self, scores: Scores, source: Node, step: Node) -> None:
-        """Take note of the work of one step after the product of queries and keys."""
+        """Record one step after the product of queries and keys."""
         name = step_name(self._index, step)
         stop(self._index.removing_obstacle(step))
         if "dropout" in name:
@@ -91,7 +91,7 @@ class ScoreReader:
         return step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else None)
 
     def _read_change(self, scores: Scores, name: str, source: Node, step: Node) -> None:
-        """Take note of a scaling or a mask."""
+        """Record a scaling or a mask."""
         args = step.args
         if step.op == "call_method" and name == "where":
             args = (*args[1::-1], *args[2:])

@@ -1,4 +1,4 @@
-"""Layers beside a call that scales and shifts each channel, and why they cannot take that over."""
+"""Finds layers into which a call that scales and shifts each channel can be folded, and the reasons against it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Scaling:
 
     Attributes:
         node: the call.
-        value: what it scales; None where no layer before counts, and the call stays and does less.
+        value: the value that it scales; None to fold only into layers after the call, which stays without its weights.
         kinds: the types of the layers that may scale and shift instead.
-        scale_and_shift: gives the factor of each channel, or one for all, and the summands that follow, None for none.
-        obstacle: gives the reason why a layer cannot scale and shift instead. It takes the call of the layer, and the nodes
-            between both calls, these included.
-        sources: what is to stand at the paths that scale and shift come from; None for nothing.
+        scale_and_shift: function that returns the factor of each channel, or one for all, and the summands, None for none.
+        obstacle: function that returns the reason why a layer cannot scale and shift instead. Its arguments are the call of
+            the layer, and the path of nodes between both calls, including these.
+        sources: for the paths from which scale and shift come, the objects after the rewrite; None removes an object.
     """
 
     node: Node
@@ -40,16 +40,16 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """A call that scales and shifts, and the layers that take that over.
+    """A call that scales and shifts, and the layers that do so instead.
 
     Attributes:
         layers: the calls of the layers.
         node: the call that scales and shifts.
-        behind: whether it is behind the layer, and not before them.
+        behind: whether the call is after the layer, and not before the layers.
         scale: the factor of each channel, or one for all.
-        shift: the summand that follows, likewise; None for none.
-        operand: which input of the call takes its place, counted in `all_input_nodes`, as other folds may put others there; None
-            where the call stays, and does less.
+        shift: the summand of each channel, or one for all; None for none.
+        operand: the position in `all_input_nodes` of the input that replaces the call, because other folds may replace the
+            node itself; None if the call stays without its weights.
         sources: as in `Scaling`.
     """
 
@@ -63,12 +63,12 @@ class Fold:
 
 
 def folds(index: GraphIndex, scaling: Scaling, into_behind: bool) -> Iterator[Fold | str]:
-    """The folds of a call that scales and shifts, the better one first, and the reasons why there are no others.
+    """Yield the folds of a call that scales and shifts, the better one first, and reasons why other folds are impossible.
 
     Args:
-        index: the graph.
+        index: index of the graph.
         scaling: the call.
-        into_behind: whether layers behind the call count, too.
+        into_behind: whether to fold into layers after the call, too.
     """
     node = scaling.node
     if before := layer_before(index, scaling.value, scaling.kinds):
@@ -79,7 +79,7 @@ def folds(index: GraphIndex, scaling: Scaling, into_behind: bool) -> Iterator[Fo
 
 
 def _fold(index: GraphIndex, scaling: Scaling, paths: Sequence[Sequence[Node]]) -> Fold | str:
-    """The fold into the layers at the other ends of some paths from or to a call, or why there is none."""
+    """Make the fold of a call into the layers at the other ends of `paths`, or return why there is none."""
     node, behind = scaling.node, paths[0][-1] is scaling.node
     layers = tuple(path[0 if behind else -1] for path in paths)
     links = graph.grouped(link for path in paths for link in itertools.pairwise(path))
@@ -91,7 +91,7 @@ def _fold(index: GraphIndex, scaling: Scaling, paths: Sequence[Sequence[Node]]) 
 
 
 def _obstacle(index: GraphIndex, scaling: Scaling, layer: Node, path: Sequence[Node]) -> str | None:
-    """Why a layer cannot scale and shift in the place of a call; None if it can."""
+    """Return why a layer cannot scale and shift instead of a call; None if it can."""
     module, behind = index.module(layer), layer is path[0]
     kind = next(kind for kind in LAYERS if isinstance(module, kind))
     if reason := index.obstacle(layer, kind) or scaling.obstacle(layer, path):
@@ -103,16 +103,16 @@ def _obstacle(index: GraphIndex, scaling: Scaling, layer: Node, path: Sequence[N
         reason = index.keeping_obstacle(layer, value)
     first, last = (graph.dtype_of(node) for node in (path[0], path[-1]))
     if reason is None and None not in (first, last) and first != last:
-        # A folded layer would round what is not yet centred: nothing might be left of it.
+        # A folded layer would round values before they are centered, and might lose all their digits.
         reason = f"{path[0].name} gives {first}, {path[-1].name} works in {last}, as in an autocast block"
     return reason
 
 
 def layer_before(index: GraphIndex, value: Node | None, kinds: tuple[type[nn.Module], ...]) -> list[Node]:
-    """The call of a layer that gives `value`, and the views on the way from its output to that.
+    """The path from the call of a layer to `value`: the call, and the views of its output.
 
-    The views keep the last dimension as it is, in which a linear layer has its channels. The list is empty where there
-    is no such layer.
+    The views keep the last dimension, which contains the channels of a linear layer. The list is empty if there is no such
+    layer.
     """
     found = [] if value is None else [value]
     while found and _keeps_last(found[0]):
@@ -124,7 +124,7 @@ def layer_before(index: GraphIndex, value: Node | None, kinds: tuple[type[nn.Mod
 
 
 def layers_behind(index: GraphIndex, node: Node, kinds: tuple[type[nn.Module], ...]) -> list[Node]:
-    """The calls of layers that take the value of `node` alone."""
+    """The calls of layers whose only input is the value of `node`."""
     calls = [
         user for user in node.users if user.op == "call_module" and isinstance(index.module(user), kinds)
     ]
@@ -132,13 +132,13 @@ def layers_behind(index: GraphIndex, node: Node, kinds: tuple[type[nn.Module], .
 
 
 def use_obstacle(node: Node, layers: Iterable[Node]) -> str | None:
-    """Name a user of `node` that is none of `layers`, and takes more than its shape or dtype; None if there is none."""
+    """Name the users of `node` that are not in `layers` and read more than its shape or dtype; None if there are none."""
     describing = (user for user in node.users if _only_describes(user, node))
     return graph.use_obstacle(node, [*layers, *describing])
 
 
 def _keeps_last(node: Node) -> bool:
-    # In the same order, a last dimension of the same size is the same.
+    # A reshape keeps the order of elements, so a last dimension of the same size is unchanged.
     if Fact.RESHAPES not in facts_of(node) or not node.all_input_nodes:
         return False
     now, then = (graph.value_of(each) for each in (node, node.all_input_nodes[0]))

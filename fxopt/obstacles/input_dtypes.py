@@ -1,4 +1,4 @@
-"""Inputs that may come in another dtype than in the trace: what their dtype decides holds for that of the trace alone."""
+"""Finds inputs that may have another dtype than in the trace; values that depend on this dtype must not be fixed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fxopt.capture.runtime.input_specs import TensorSpec, dtype_kind
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import facts_of
 
-# The precision of either may be that of the other: `abs`, `torch.fft.fft`.
+# The precision of a floating value may come from a complex input, and the reverse: `abs`, `torch.fft.fft`.
 _RELATED = {"floating", "complex"}
 CASTS = ("to", "float", "double", "half", "bfloat16")
-"""Methods that give back their tensor where it has the dtype already."""
+"""Methods that return the tensor itself if it already has the dtype."""
 
 
 def input_of_any_dtype(index: GraphIndex, node: Node) -> Node | None:
-    """An input that gives `node` its dtype, and may have another one in a later call; None if there is none."""
+    """An input that determines the dtype of `node`, and may have another dtype in a later call; None if there is none."""
     kind = dtype_kind(graph.value_of(node).dtype)
     kinds = _RELATED if kind in _RELATED else {kind}
 
@@ -33,7 +33,7 @@ def input_of_any_dtype(index: GraphIndex, node: Node) -> Node | None:
 
 
 def _may_change(index: GraphIndex, placeholder: Node, kinds: Collection[str]) -> bool:
-    """Tell whether a graph takes tensors of several dtypes of one of these kinds, or of any, as this input; of bool there is one."""
+    """Tell whether this input may have several dtypes of one of these kinds, or any dtype; the kind `bool` has only one."""
     guard = None if index.guard is None else index.module(index.guard)
     if index.guard is None or not isinstance(guard, InputGuard):
         return "bool" not in kinds
@@ -45,14 +45,14 @@ def _may_change(index: GraphIndex, placeholder: Node, kinds: Collection[str]) ->
 
 
 def _has_one_dtype(index: GraphIndex, node: Node) -> bool:
-    """Tell whether a call is one of a layer of torch's own that takes nothing but the dtype of its weight."""
+    """Tell whether a node calls a layer of torch that accepts only inputs in the dtype of its weight."""
     module = index.called(node)
     layers = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Embedding
     return isinstance(module, layers) and bool(facts_of(node, module))
 
 
 def _names_dtype(node: Node) -> bool:
-    """Tell whether a call says itself which dtype it gives."""
+    """Tell whether a call names the dtype of its result."""
     options = (*node.args[1:], *node.kwargs.values())
     name = graph.function_name(node)
     return name in CASTS and (name != "to" or any(isinstance(option, torch.dtype) for option in options))

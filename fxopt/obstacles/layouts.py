@@ -1,4 +1,4 @@
-"""The parts of a graph that work in channels_last as well as in torch's default layout, and their borders."""
+"""Finds the parts of a graph that can compute in channels_last instead of torch's default layout, and their borders."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _KEEPING = {
     *("max_pool2d", "maxpool2d", "avg_pool2d", "avgpool2d", "adaptive_avg_pool2d", "adaptiveavgpool2d"),
     *("group_norm", "groupnorm", "interpolate", "upsample", "upsamplingnearest2d", "zeropad2d"),
 }
-"""Operators, and layers in lower case, whose value has the layout of their input."""
+"""Operators, and types of layers in lower case, whose value has the layout of their input."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """Calls of convolutions with what connects them, all of which keeps the layout of its input.
+    """Calls of convolutions, and the nodes that connect them, all of which keep the layout of their inputs.
 
     Attributes:
         convs: the calls of the convolutions, in graph order.
-        nodes: these, and all nodes whose values are in channels_last when those of the convolutions are.
-        borders: pairs of a value and its users outside of the region, which get a copy in the layout that it had before.
-        entries: pairs of a value in channels_last whose strides do not tell, and its users in the region.
+        nodes: these calls, and all nodes whose values are in channels_last if those of the convolutions are.
+        borders: pairs of a value and its users outside of the region, which get a copy in the previous layout.
+        entries: pairs of a value in channels_last with ambiguous strides, and its users in the region.
     """
 
     convs: tuple[Node, ...]
@@ -42,10 +42,10 @@ def regions(index: GraphIndex, convs: Collection[Node]) -> Iterator[Region]:
     """Find the regions of some convolutions.
 
     Args:
-        index: of the graph.
-        convs: the calls of convolutions whose outputs are to be in channels_last.
+        index: index of the graph.
+        convs: the calls of convolutions whose outputs should be in channels_last.
     """
-    members: dict[Node, list[Node]] = {}  # each node of a region -> all nodes of it, one list for all
+    members: dict[Node, list[Node]] = {}  # for each node, all nodes of its region: one list for all
     for node in index.nodes:
         if node in convs or _keeps_layout(index, node):
             inside = [value for value in node.all_input_nodes if value in members]
@@ -82,7 +82,7 @@ def regions(index: GraphIndex, convs: Collection[Node]) -> Iterator[Region]:
 
 
 def region_obstacle(index: GraphIndex, region: Region) -> str | None:
-    """Why a region cannot be in channels_last; `None` if it can."""
+    """Return why a region cannot compute in channels_last; `None` if it can."""
     for node in region.nodes:
         if not isinstance(graph.value_of(node), Tensor):
             return graph.unknown_shape(node)
@@ -99,7 +99,7 @@ def region_obstacle(index: GraphIndex, region: Region) -> str | None:
         if twins and index.memory.is_returned(node):
             return f"{node.name} and {twins[0].name} may share memory that the graph returns"
         late = [writer for writer in index.memory.writers(node) if writer >= min(users)]
-        # In another layout of the inputs, what reshapes gives copies in the place of views, which no write reaches.
+        # If inputs have another layout, reshapes may return copies instead of views, and writes do not reach a copy.
         copies = any(_may_copy(index, alias) for alias in index.memory.aliases(node) if alias not in inside)
         for writer in late:
             if copies or twins or _is_seen_on_the_other_side(index, region, node, writer):
@@ -108,20 +108,20 @@ def region_obstacle(index: GraphIndex, region: Region) -> str | None:
 
 
 def _has_strides_of_both(value: Node) -> bool:
-    """Tell whether a value has the strides of channels_last, and torch's descriptions nevertheless take it for the default layout."""
+    """Tell whether a value has the strides of channels_last, but also counts as contiguous in the default layout."""
     described = graph.value_of(value)
     usual = str(graph.like(described, described.shape).stride()) == str(described.stride())
     return not usual and is_contiguous(value) and is_channels_last(value)
 
 
 def _may_copy(index: GraphIndex, node: Node) -> bool:
-    """Tell whether the strides of its input decide if the value of a node is a view."""
+    """Tell whether the value of a node is a view or a copy depending on the strides of its input."""
     module = index.called(node)
     return Fact.COPIES in facts_of(node, module) or name_of(node) == "to"
 
 
 def _roots(index: GraphIndex, region: Region) -> dict[Node, set[Node]]:
-    """For each node of a region, the nodes in it that have made the memory of its value."""
+    """For each node of a region, the nodes of the region that allocated the memory of its value."""
     found: dict[Node, set[Node]] = {}
     for node in region.nodes:
         inside = [found[value] for value in node.all_input_nodes if value in found]
@@ -130,12 +130,12 @@ def _roots(index: GraphIndex, region: Region) -> dict[Node, set[Node]]:
 
 
 def _is_seen_on_the_other_side(index: GraphIndex, region: Region, value: Node, writer: Node) -> bool:
-    """Tell whether `writer` writes into the value and a later node reads its copy, or the other way round."""
+    """Tell whether `writer` writes into `value` and a later node reads the copy of `value`, or the reverse."""
     first = {node: min(users) for node, users in region.borders}
     inside = {*region.nodes}
     for alias in index.memory.aliases(value):
         if alias not in inside and alias < first[value]:
-            return True  # it was there before the copy
+            return True  # the alias exists before the copy
         for user in alias.users:
             if user > writer:
                 is_copied = user not in inside and first.get(alias, writer) <= writer
@@ -155,7 +155,7 @@ def is_contiguous(node: Node) -> bool:
 
 
 def _has(node: Node, layout: Callable[[Tensor], bool]) -> bool:
-    """Tell whether a value has a layout; False where that depends on a size that the values of inputs decide."""
+    """Tell whether a value has a layout; False if this depends on a size that the values of inputs determine."""
     value = graph.value_of(node)
     if not isinstance(value, Tensor):
         return False
@@ -167,14 +167,14 @@ def _has(node: Node, layout: Callable[[Tensor], bool]) -> bool:
 
 
 def _hides_layout(node: Node) -> bool:
-    """Tell whether a node gives the default layout of inputs that are in channels_last, as for a batch of 1 with other strides."""
+    """Tell whether all inputs of a node are in channels_last, but its value is not, as for a batch of 1 with other strides."""
     return bool(node.all_input_nodes) and (
         all(map(is_channels_last, node.all_input_nodes)) and not is_channels_last(node)
     )
 
 
 def _takes_any_layout(index: GraphIndex, value: Node, user: Node) -> bool:
-    """Tell whether a user of a value may get the value in channels_last: nothing behind the user depends on strides."""
+    """Tell whether a user of a value accepts the value in channels_last: neither it nor a later node depends on strides."""
     described = graph.value_of(value)
     if not isinstance(described, FakeTensor):
         return False
@@ -183,20 +183,20 @@ def _takes_any_layout(index: GraphIndex, value: Node, user: Node) -> bool:
     try:
         with graph.describing(described):
             turned = memory_formats.channels_last(described)
-    except RuntimeError:  # it depends on a size that no input tells
+    except RuntimeError:  # the strides depend on a size that is not known from the inputs
         return False
     return _is_as_before(index, user, {value: turned})
 
 
 def _is_as_before(index: GraphIndex, node: Node, turned: Mapping[Node, Tensor]) -> bool:
-    """Tell whether neither a node nor what follows depends on the strides of the node's inputs.
+    """Tell whether neither a node nor any later node depends on the strides of the node's inputs.
 
-    False where the node takes other values besides: their strides may change, too.
+    False if the node has further inputs, because their strides may change, too.
 
     Args:
-        index: of the graph.
+        index: index of the graph.
         node: a node.
-        turned: the descriptions of those inputs that get other strides.
+        turned: the fake tensors of the inputs that get other strides.
     """
     module = index.called(node)
     facts, before = facts_of(node, module), graph.value_of(node)
@@ -207,7 +207,7 @@ def _is_as_before(index: GraphIndex, node: Node, turned: Mapping[Node, Tensor]) 
         return False
     if _may_copy(index, node) and (index.memory.writers(node) or index.memory.is_returned(node)):
         return False  # a copy may become a view
-    if isinstance(module, nn.Linear | nn.LayerNorm) and facts:  # which write a new tensor, row by row
+    if isinstance(module, nn.Linear | nn.LayerNorm) and facts:  # these layers write a new tensor, row by row
         return is_contiguous(node)
     if not facts & (Fact.ELEMENTWISE | Fact.RESHAPES | Fact.VIEW) or not index.memory.is_pure(node):
         return False
@@ -223,7 +223,7 @@ def _is_as_before(index: GraphIndex, node: Node, turned: Mapping[Node, Tensor]) 
 
 
 def value_with(node: Node, module: nn.Module | None, turned: Mapping[Node, Tensor]) -> Tensor:
-    """The description of a node's value where some of its inputs have other strides."""
+    """Compute the fake tensor of a node's value if some of its inputs have other strides."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda each: turned.get(each, graph.value_of(each)))
     with graph.describing(graph.value_of(node)):
         found: Tensor = graph.called_with(node, module, args, kwargs)
@@ -231,12 +231,12 @@ def value_with(node: Node, module: nn.Module | None, turned: Mapping[Node, Tenso
 
 
 def depends_on_strides(index: GraphIndex, node: Node, value: Tensor) -> bool:
-    """Tell whether an output of the graph, or an operator behind a node, may depend on the strides of its value.
+    """Tell whether an output of the graph, or a node after `node`, may depend on the strides of its value.
 
     Args:
-        index: the graph.
-        node: what gets other strides.
-        value: its description with these.
+        index: index of the graph.
+        node: the node whose value gets other strides.
+        value: the fake tensor of the value with the new strides.
     """
     turned = {node: value} if str(value.stride()) != str(graph.value_of(node).stride()) else {}
     for user in index.nodes:
@@ -251,7 +251,7 @@ def depends_on_strides(index: GraphIndex, node: Node, value: Tensor) -> bool:
         if not isinstance(before, Tensor):
             return True  # several tensors
         if _may_copy(index, user) and (index.memory.writers(user) or index.memory.is_returned(user)):
-            return True  # with other strides it is a copy of what it was a view of, or the other way round
+            return True  # with other strides, a view may become a copy, or a copy a view
         try:
             found = value_with(user, module, turned)
         except RuntimeError:
@@ -264,7 +264,7 @@ def depends_on_strides(index: GraphIndex, node: Node, value: Tensor) -> bool:
 
 
 def _keeps_layout(index: GraphIndex, node: Node) -> bool:
-    """Tell whether the value of a node has the layout of its inputs, and does not depend on it."""
+    """Tell whether the value of a node has the layout of its inputs, and the same elements in any layout."""
     value = graph.value_of(node)
     if not isinstance(value, Tensor) or value.dim() not in (3, 4) or "out" in node.kwargs:
         return False
@@ -274,15 +274,15 @@ def _keeps_layout(index: GraphIndex, node: Node) -> bool:
         return module is not None and not hooks_of(module)
     facts = facts_of(node, module)
     if not facts:
-        return False  # not an operator of torch's own, or one with hooks
-    # Others make the default layout of sequences.
+        return False  # not one of torch's own operators, or a layer with hooks
+    # Other operators return sequences in the default layout.
     if value.dim() == 3 and name not in ("identity", "dropout"):
         return _is_elementwise(node, facts)
     if name in ("cat", "concat"):
         return bool((node.kwargs.get("dim") if len(node.args) < 2 else node.args[1]) == 1)
     if name in ("identity", "dropout", "dropout2d", "batch_norm", "batchnorm2d"):
         return index.memory.is_pure(node)
-    if name == "pad":  # by views and copies in other modes
+    if name == "pad":  # other modes use views and copies
         return graph.argument(node, "mode") in (None, "constant")
     if name in _KEEPING:
         return True

@@ -1,4 +1,4 @@
-"""Constants that a graph makes of parameters, buffers and numbers alone: they change with the weights, and with nothing else."""
+"""Constants that a graph computes only from parameters, buffers and numbers, so that they change only with the weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxopt.torch_internals import backward_hooks_of
 
 
 def _readers(index: GraphIndex, tensor: Tensor) -> list[Node]:
-    """The nodes that take a tensor, under whatever name."""
+    """The nodes that use a tensor, under any of its names."""
     readers = list[Node]()
     for node in (n for n in index.nodes if n.op in ("call_module", "get_attr")):
         held = submodules.tensors_of({"": submodules.find(index.graph_module, str(node.target))})
@@ -24,13 +24,13 @@ def _readers(index: GraphIndex, tensor: Tensor) -> list[Node]:
 
 
 def parts_of(constant: Node | float) -> list[Node]:
-    """The nodes that a constant is made of, and itself at the end."""
+    """The nodes that a constant is computed from, and last the node of the constant itself; empty for a number."""
     start = [constant] if isinstance(constant, Node) else []
     return [*graph.reached(start, lambda node: node.all_input_nodes)][::-1]
 
 
 def constant_obstacle(index: GraphIndex, parts: Sequence[Node], user: Node) -> str | None:
-    """Why a constant of these parts may be another one for its user; None if it is the same everywhere."""
+    """Return why a constant of these parts must not be folded for one user; None if it is the same in every run."""
     for node in parts:
         if node.op == "get_attr":
             tensor = submodules.find(index.graph_module, str(node.target))  # None for a plain attribute

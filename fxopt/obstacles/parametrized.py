@@ -1,4 +1,4 @@
-"""Layers whose weights torch computes in each call, by `weight_norm` and the like, and the plain layers that compute the same."""
+"""Layers whose weights torch computes in each call, as by `weight_norm`, and the equivalent plain layers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def computes_weights(layer: nn.Module) -> bool:
 
 
 def _kind(layer: nn.Module) -> type[nn.Module]:
-    """The type of a layer, or the one that torch has parametrized."""
+    """The type of a layer; for a parametrized layer, the type before the parametrization."""
     return type(layer).__bases__[0] if parametrize.is_parametrized(layer) else type(layer)
 
 
 def plain_obstacle(index: GraphIndex, node: Node) -> str | None:
-    """Why a layer that computes its weights cannot become a plain one; None if it can."""
+    """Return why a layer that computes its weights cannot become a plain one; None if it can."""
     layer = index.module(node)
     own = [part for part in layer.modules() if part is not layer]
     if _kind(layer) not in LAYERS:
@@ -51,7 +51,7 @@ def plain_obstacle(index: GraphIndex, node: Node) -> str | None:
 
 
 def with_computed_weights(layer: nn.Module) -> nn.Module:
-    """A plain layer that holds the weights which a layer computes."""
+    """Make a plain layer with the weights that a layer computes."""
     parametrized, clean, kind = [*getattr(layer, "parametrizations", ())], vars(nn.Module()), _kind(layer)
     plain: Any = kind.__new__(kind)
     own = {name: value for name, value in vars(layer).items() if name not in clean}

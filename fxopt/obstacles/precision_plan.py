@@ -15,8 +15,8 @@ from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.explanation import Refusal
 from fxopt.submodules import attribute, is_inside, split_path
 
-# Functions and methods of torch without a kernel for bfloat16 or float16; and gradients that a forward takes, which are
-# those of the tensor that was used, and not of a cast of it.
+# Functions and methods of torch without a kernel for bfloat16 or float16. Also `grad`: a gradient that a forward computes
+# is that of the original tensor, not of a cast of it.
 _NO_LOWER_KERNEL = {
     *("inverse", "pinverse", "det", "logdet", "slogdet", "cholesky", "cholesky_inverse", "cholesky_solve"),
     *("qr", "svd", "lu", "lu_solve", "triangular_solve", "matrix_power", "ormqr", "geqrf", "cdist", "pdist"),
@@ -38,13 +38,13 @@ class Plan:
     """All changes of a graph.
 
     Attributes:
-        node: the first call of a layer or read of a parameter that changes.
-        nodes: all of them.
+        node: the first of `nodes`.
+        nodes: all calls of layers and reads of parameters that change.
         layers: the qualified names of these layers.
-        parameters: the qualified names of parameters that the graph reads directly, and of their ties.
-        owners: the qualified names of modules that hold such parameters and are not the graph module's own.
+        parameters: the qualified names of parameters that the graph reads directly, and of parameters tied to these.
+        owners: the qualified names of modules that contain such parameters and may be shared with the model.
         casts: the casts of operands.
-        low: nodes that work in the lower dtype afterwards.
+        low: nodes that compute in the lower dtype after the pass.
     """
 
     node: Node
@@ -58,7 +58,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """A cast of a value, to the lower dtype or back to float32 (`down` or not), and who takes its result."""
+    """A cast of a value to the lower dtype if `down`, otherwise to float32; `users` use its result."""
 
     value: Node
     down: bool
@@ -66,11 +66,11 @@ class Cast:
 
 
 class Planner:
-    """Follows the lower precision from the layers through the graph.
+    """Propagates the lower precision from the layers through the graph.
 
     Args:
-        index: the graph.
-        kept: the calls of layers, and reads of parameters, that stay in float32, with the reason.
+        index: index of the graph.
+        kept: the calls of layers, and reads of parameters, that stay in float32, each with the reason.
     """
 
     def __init__(self, index: GraphIndex, kept: Mapping[Node, str]) -> None:
@@ -81,7 +81,7 @@ class Planner:
         self.casts: list[tuple[Node, Node, bool]] = []
 
     def plan(self) -> Plan | Refusal | None:
-        """The plan for the graph, or why there is none; `None` if nothing has to change."""
+        """Make the plan for the graph, or a refusal; `None` if nothing has to change."""
         for node in self.index.nodes:
             self._visit(node)
         if not self.changed:
@@ -118,7 +118,7 @@ class Planner:
         )
 
     def _shared_casts(self) -> list[Cast]:
-        """One cast for several users, where the value and the mode (`no_grad`) stay what they are."""
+        """Join casts of one value for several users, if neither the value nor a mode (`no_grad`) changes in between."""
         casts: list[Cast] = []
         last: dict[tuple[Node, bool], Cast] = {}
         for user, value, down in self.casts:
@@ -131,7 +131,7 @@ class Planner:
         return casts
 
     def _write_is_lost(self, user: Node, value: Node) -> bool:
-        """Tell whether `user` may write into a value of which it would get a copy, and something sees the value."""
+        """Tell whether `user` would write into a copy of `value`, although a later node or the caller may read `value`."""
         written = self.index.memory.written_by(user)
         targets = user.all_input_nodes if written is None else written
         return value in targets and self.index.memory.seen_behind(value, user)
@@ -165,7 +165,7 @@ class Planner:
         if node in self.kept:
             return False
         if node.op == "get_attr":
-            # A buffer changes with the layer that holds it, as running statistics do.
+            # A buffer changes with its layer, for example running statistics.
             path, holder = str(node.target), self.index._first_call(str(node.target))
             changes = _is_parameter(self.index, path) or (holder is not None and self._is_changed(holder))
             return _is_float32(node) and changes
@@ -176,7 +176,7 @@ class Planner:
     def _needs_float32(self, node: Node) -> bool:
         if node.op == "output" or node in self.kept:
             return True
-        # Several tensors in one value cannot be cast behind the call.
+        # A value of several tensors cannot be cast after the call.
         if isinstance(graph.value_of(node), tuple | list) and any(map(self._needs_float32, node.users)):
             return True
         if node.op == "call_module":
@@ -194,7 +194,7 @@ class Planner:
 
 
 def graph_obstacle(index: GraphIndex) -> Refusal | None:
-    """Why the precision of a graph cannot be changed as a whole; `None` if it can."""
+    """Return why the precision of a graph cannot be changed at all; `None` if it can."""
     for node in index.nodes:
         if graph.value_of(node) is None and not node.is_impure() and not _is_no_tensor(node):
             return Refusal(
@@ -212,7 +212,7 @@ def graph_obstacle(index: GraphIndex) -> Refusal | None:
 
 
 def _is_no_tensor(node: Node) -> bool:
-    """Tell whether a value without metadata is an object, such as a cache, of which others read or set attributes alone."""
+    """Tell whether a value without metadata is an object, such as a cache, of which nodes only read or set attributes."""
     reading = (getattr, operator.getitem)
     return operators.is_container(node.target) or all(
         user.target in reading or operators.is_container(user.target) for user in node.users
@@ -220,12 +220,12 @@ def _is_no_tensor(node: Node) -> bool:
 
 
 def obstacle(index: GraphIndex, node: Node, kept: Mapping[Node, str]) -> str | None:
-    """Why a layer that is called, or a parameter that is read, stays in float32; `None` if it need not.
+    """Return why a called layer, or a parameter that is read, must stay in float32; `None` if it need not.
 
     Args:
-        index: the graph.
+        index: index of the graph.
         node: a call of a module, or a read of a parameter.
-        kept: the calls of layers that stay in float32, with the reason.
+        kept: the calls of layers that stay in float32, each with the reason.
     """
     if node.op == "get_attr":
         return _read_obstacle(index, str(node.target), kept)
@@ -247,7 +247,7 @@ def _read_obstacle(index: GraphIndex, path: str, kept: Mapping[Node, str]) -> st
 
 
 def _is_unused_name(index: GraphIndex, node: Node, name: str, other: str) -> bool:
-    """Tell whether `other` is one more name of a parameter that `node` uses, by which nothing in the graph uses it."""
+    """Tell whether `other` is another name of a parameter that `node` uses, and no node uses this name."""
     path = f"{node.target}.{name}" if node.op == "call_module" else str(node.target)
     same = attribute(index.graph_module, path) is attribute(index.graph_module, other)
     used = {str(each.target) for each in index.nodes if each.op in ("call_module", "get_attr")}
@@ -256,7 +256,7 @@ def _is_unused_name(index: GraphIndex, node: Node, name: str, other: str) -> boo
 
 
 def _is_parameter(index: GraphIndex, path: str) -> bool:
-    """Tell whether a parameter is at `path`, and not a buffer or something else."""
+    """Tell whether the attribute at `path` is a parameter."""
     return isinstance(attribute(index.graph_module, path), nn.Parameter)
 
 
@@ -265,7 +265,7 @@ def _has_float32(module: nn.Module) -> bool:
 
 
 def _is_unusual(tensor: Tensor) -> bool:
-    """Tell whether a tensor is complex, or lies in memory otherwise than by strides."""
+    """Tell whether a tensor is complex, or has a layout without strides."""
     return tensor.is_complex() or tensor.layout != torch.strided
 
 
@@ -274,5 +274,5 @@ def _is_float32(node: Node) -> bool:
 
 
 def _asks_for_float32(node: Node) -> bool:
-    """Tell whether a call names float32 itself: `x.float()`, `softmax(x, dtype=torch.float32)`."""
+    """Tell whether a call names float32 explicitly: `x.float()`, `softmax(x, dtype=torch.float32)`."""
     return torch.float32 in (*node.args, *node.kwargs.values()) or node.target == "float"

@@ -1,4 +1,4 @@
-"""Where a result may differ in its last bits: what is made of such a small error further on."""
+"""Finds out whether a small error of a value, in its last bits, stays small in the nodes that follow."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fxopt.torch_internals import pytree
 
 
 def obstacle_behind(index: GraphIndex, node: Node) -> str | None:
-    """Name a use of `node`, or of what is made of it, that may make a large error of a small one.
+    """Name a node that may turn a small error of `node` into a large one; `None` if there is none.
 
-    None is behind a layer, a product, a softmax or a normalization: these round by themselves.
-    What is not known to be floating, or to keep an error small, counts as if it did not.
+    The search ends at layers, products, softmax and normalizations, because these have rounding errors of their own.
+    Values that are not known to be floating, and operators that are not known to keep an error small, are reported.
 
     Args:
-        index: the graph.
+        index: index of the graph.
         node: the node with the error.
 
     Example:
@@ -48,7 +48,7 @@ def obstacle_behind(index: GraphIndex, node: Node) -> str | None:
                 name = graph.function_name(user) or type(index.module(user)).__name__
                 return f"{user.name} ({name}) is not known to keep the error small"
             reached = [user]
-            for target in targets:  # what reads a written tensor has no edge from here
+            for target in targets:  # no edge leads from a write to the readers of the written tensor
                 if target not in written:
                     written.update(memory.aliases(target))
                     reached.extend(memory.aliases(target))
@@ -58,10 +58,10 @@ def obstacle_behind(index: GraphIndex, node: Node) -> str | None:
 
 
 def _keeps_error_small(user: Node, value: Node, facts: Fact) -> bool:
-    """Tell whether `user` makes a small error of a small error in `value`, and floating numbers."""
+    """Tell whether the result of `user` is floating and has a small error if the error of `value` is small."""
     made, rest = graph.value_of(user), (*user.args[1:], *user.kwargs.values())
     if Fact.SMOOTH_IN_FIRST in facts:
-        # A divisor or an exponent may be anything else; a mode of rounding is not among these keywords.
+        # The divisor or exponent must not depend on `value`. A `rounding_mode` is not among these keywords.
         alone = _is_first_alone(user, value) and set(user.kwargs) <= {"other", "exponent"}
         return alone and ("pow" not in graph.function_name(user) or _is_positive_integer(rest[0]))
     if made is None and (Fact.KEEPS_DTYPE not in facts or Fact.SEVERAL in facts):
@@ -72,7 +72,7 @@ def _keeps_error_small(user: Node, value: Node, facts: Fact) -> bool:
 
 
 def _is_first_alone(user: Node, value: Node) -> bool:
-    """Tell whether a call takes a value as its first argument and nowhere else."""
+    """Tell whether a value is the first argument of a call, and no other argument."""
     return user.args[:1] == (value,) and value not in graph.nodes_in((user.args[1:], user.kwargs))
 
 

@@ -1,4 +1,4 @@
-"""Linear layers and convolutions that scale and shift what they take, or what they give, channel by channel."""
+"""Folds a scale and a shift of each input or output channel into linear layers and convolutions."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ LAYERS: tuple[type[nn.Module], ...] = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-"""The layers that can."""
+"""The layers into which a scale and a shift can be folded."""
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype to compute weights in, which are then rounded once: float64, or float32 on devices that lack it."""
+    """The dtype in which weights are computed before they are rounded once: float64, or float32 on devices without it."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
 def channel_dimension(layer: nn.Module) -> int:
-    """The dimension of the channels, counted from the last one, in what a layer takes and gives.
+    """The dimension of the channels in inputs and outputs of a layer, counted from the last dimension.
 
     Example:
         >>> channel_dimension(nn.Linear(2, 2)), channel_dimension(nn.Conv2d(2, 2, 1))
@@ -31,7 +31,7 @@ def channel_dimension(layer: nn.Module) -> int:
 
 
 def channels(layer: nn.Module, behind: bool) -> int:
-    """The number of channels that a layer gives, or takes.
+    """The number of output channels of a layer if `behind`, otherwise of its input channels.
 
     Example:
         >>> layer = nn.ConvTranspose1d(4, 6, 3, groups=2)
@@ -43,15 +43,15 @@ def channels(layer: nn.Module, behind: bool) -> int:
 
 
 def folded(layer: nn.Module, scale: Tensor, shift: Tensor | None, behind: bool) -> nn.Module:
-    """A layer that also multiplies by `scale` and adds `shift` behind itself, or before, rounded once to its dtype.
+    """Make a layer that also multiplies by `scale` and adds `shift`, with weights rounded once to its dtype.
 
     `a (W x + c) + b = (a W) x + (a c + b)`, and `W (a x + b) + c = (W a) x + (W b + c)`.
 
     Args:
         layer: one of `LAYERS`.
         scale: a factor for each channel, or one for all, in a wide dtype.
-        shift: summands likewise; None for none.
-        behind: whether the channels are those that the layer gives, and not those that it takes.
+        shift: a summand for each channel, or one for all; None for none.
+        behind: whether to scale and shift the output channels, and not the input channels.
     """
     weight, bias = weight_of(layer), parameters_of(layer)["bias"]
     scale, shift = _spread(layer, scale, behind), None if shift is None else _spread(layer, shift, behind)
@@ -72,7 +72,7 @@ def folded(layer: nn.Module, scale: Tensor, shift: Tensor | None, behind: bool) 
 
 
 def scaling_obstacle(layer: nn.Module, scale: Tensor, shift: Tensor | None, behind: bool) -> str | None:
-    """Why no layer can scale and shift as `folded` would have it; None if one can."""
+    """Return why the layer that `folded` would make is not equivalent; None if it is."""
     weight, bias = weight_of(layer), parameters_of(layer)["bias"]
     if not weight.is_floating_point():
         return f"the weight of the layer is {weight.dtype}"
@@ -89,7 +89,7 @@ def scaling_obstacle(layer: nn.Module, scale: Tensor, shift: Tensor | None, behi
         added += bias.detach().abs().max().item() * (factors.max().item() if behind else 1)
     if not behind:
         added += largest.max().item() * shifted * weight[0].numel()
-    if not (sizes.max().item() <= limits.max and added <= limits.max):  # nan is not, either
+    if not (sizes.max().item() <= limits.max and added <= limits.max):  # also if one is NaN
         return f"the folded weights are perhaps not finite in {weight.dtype}"
     if ((sizes > 0) & (sizes < limits.tiny)).any():
         return f"the folded weights are too small for {weight.dtype}"
@@ -97,13 +97,13 @@ def scaling_obstacle(layer: nn.Module, scale: Tensor, shift: Tensor | None, behi
 
 
 def _spread(layer: nn.Module, values: Tensor, behind: bool) -> Tensor:
-    """A value for each channel, in the dtype and on the device to compute weights in."""
+    """Expand values to one for each channel, in the dtype and on the device in which weights are computed."""
     weight = weight_of(layer)
     return values.to(weight.device, wide_dtype(weight)).expand(channels(layer, behind))
 
 
 def _factor(layer: nn.Module, values: Tensor, behind: bool) -> Tensor:
-    """`values`, one for each channel, as a factor of the weight of a layer."""
+    """Reshape `values`, one for each channel, so that they can be multiplied with the weight of a layer."""
     weight = weight_of(layer)
     if _of_rows(layer, behind):
         factor = values.unsqueeze(1)
@@ -114,7 +114,7 @@ def _factor(layer: nn.Module, values: Tensor, behind: bool) -> Tensor:
 
 
 def _largest_of_channels(layer: nn.Module, behind: bool) -> Tensor:
-    """The size of the largest weight of each channel."""
+    """The largest absolute weight of each channel."""
     weight: Tensor = weight_of(layer).detach()
     sizes = weight.abs().reshape(*weight.shape[:2], -1)
     if _of_rows(layer, behind):
@@ -123,7 +123,7 @@ def _largest_of_channels(layer: nn.Module, behind: bool) -> Tensor:
 
 
 def _of_rows(layer: nn.Module, behind: bool) -> bool:
-    """Tell whether the channels are the first dimension of the weight, which transposed convolutions have the other way round."""
+    """Tell whether the channels are the first dimension of the weight: output channels, or input channels if transposed."""
     return behind != getattr(layer, "transposed", False)
 
 
@@ -132,7 +132,7 @@ def _groups(layer: nn.Module) -> int:
 
 
 def _takes_zeros(layer: nn.Module) -> bool:
-    """Tell whether a layer computes some outputs of zeros beside its input."""
+    """Tell whether a layer computes some outputs from zeros around its input."""
     padding = getattr(layer, "padding", "valid")
     pads = padding != "valid" if isinstance(padding, str) else any(padding)
     return getattr(layer, "transposed", False) or (pads and getattr(layer, "padding_mode", "") == "zeros")

@@ -1,4 +1,4 @@
-"""Where a value may become a slice of a larger tensor, which is not contiguous and shares its memory."""
+"""Finds out whether a value may become a slice of a larger tensor, which is not contiguous and shares memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def layout_obstacle(index: GraphIndex, value: Node, width: int | None) -> str | 
     """Name a use of `value` that may depend on its memory being contiguous; `None` if there is none.
 
     Args:
-        index: the graph.
-        value: what may become a slice in one dimension.
+        index: index of the graph.
+        value: the value that may become a slice in one dimension.
         width: the size of that dimension, if it is the last one.
     """
     for part in index.memory.derived(value, until=("contiguous",)):
@@ -35,7 +35,7 @@ def layout_obstacle(index: GraphIndex, value: Node, width: int | None) -> str | 
 
 
 def _splits_last(view: Node, width: int | None) -> bool:
-    """Tell whether a `view` keeps the last dimension apart from the others: then it works on a slice as well."""
+    """Tell whether a `view` splits, but does not join, the last dimension, so that it is possible for a slice, too."""
     if width is None or view.target != "view" or view.kwargs or isinstance(view.args[1], torch.dtype):
         return False
     value = view.meta.get("val")

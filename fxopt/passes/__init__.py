@@ -1,4 +1,4 @@
-"""The passes, one a file. A new file is found by itself: nothing else has to change."""
+"""The passes, one in each file. A pass in a new file is found automatically."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fxopt.importing import imported, in_a_line
 from fxopt.rewriting.transformation import Transformation
 
 GROUP = "fxopt.passes"
-"""The entry-point group in which other packages offer passes; the name of an entry point is that of its class."""
+"""The entry-point group in which other packages offer passes; an entry point has the name of its class."""
 
 
 def available() -> dict[str, type[Transformation]]:
-    """Every pass of this package that can be made without arguments, by name, sorted.
+    """Find every pass of this package that can be made without arguments, by name, sorted.
 
     Example:
         >>> from fxopt.passes import available
@@ -35,17 +35,19 @@ def available() -> dict[str, type[Transformation]]:
 
 
 def ready(paths: Iterable[str] = ()) -> dict[str, Transformation]:
-    """Passes without options, ready to be applied: those of this package, those that installed packages offer in the
-    entry-point group `fxopt.passes`, and those of `paths`.
+    """Create all passes with their default options.
+
+    These are the passes of this package, those that installed packages offer in the entry-point group `fxopt.passes`, and
+    those of `paths`.
 
     Args:
-        paths: where classes of passes are: `mypackage.passes.MyPass`.
+        paths: qualified names of pass classes, such as `mypackage.passes.MyPass`.
 
     Returns:
-        By the name of their classes, sorted.
+        The passes by class name, sorted.
 
     Raises:
-        PassError: where there is no such class, it takes options without defaults or raises, or has the name of another pass.
+        PassError: if a class does not exist, requires arguments, raises, or has the name of another pass.
 
     Example:
         >>> from fxopt.passes import ready

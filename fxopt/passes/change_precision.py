@@ -1,4 +1,4 @@
-"""Weights and activations in bfloat16 or float16, with chosen modules kept in float32."""
+"""Converts weights and activations to bfloat16 or float16; chosen modules stay in float32."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from fxopt.submodules import find, tensors_of, with_values
 
 @dataclasses.dataclass(frozen=True)
 class ChangePrecision(ReversibleRewrite[Plan]):
-    """Runs the layers of `torch.nn`, and what follows from their outputs, in a lower precision.
+    """Runs the layers of `torch.nn`, and the operations on their outputs, in a lower precision.
 
-    Layers with float32 weights are replaced by copies in the lower dtype. A value stays in float32 until it
-    meets one of lower precision; there it is cast, saturating, so that no finite number becomes infinite.
-    Inputs and outputs of the graph keep their dtypes, and so does what the model itself computes in an
-    explicit dtype. Complex numbers, `torch.linalg`, `torch.fft` and foreign modules and functions get float32.
+    Layers with float32 weights are replaced by copies in the lower dtype. A float32 value is cast where it is combined with
+    one of lower precision; the cast saturates, so that no finite number becomes infinite. Inputs and outputs of the graph
+    keep their dtypes, and so do values that the model computes in an explicit dtype. Complex numbers, `torch.linalg`,
+    `torch.fft`, and modules and functions that are not torch's own get float32 inputs.
 
-    The record keeps a copy of the float32 weights, at the cost of their memory, so that undoing gives them
-    back bit for bit; those that were changed in the meantime are cast.
+    The record keeps a copy of the float32 weights, so undo restores them bit for bit. Weights that were changed in the
+    meantime are cast to float32.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
-        keep_float32: modules and parameters to keep: qualified names, with `*` as in a shell (what is below
-            a name is kept, too), or types of modules.
+        keep_float32: modules and parameters to keep in float32: qualified names, with `*` as in a shell, which include
+            everything below, or types of modules.
 
     Example:
         >>> import fxopt, torch
@@ -79,11 +79,11 @@ class ChangePrecision(ReversibleRewrite[Plan]):
             yield plan
 
     def apply(self, rewriter: Rewriter, site: Plan) -> tuple[Node, ...]:
-        """Replace layers and parameters, then cast where the plan says so."""
+        """Replace layers and parameters, then insert the casts of the plan."""
         paths = (*site.layers, *site.owners, *site.parameters)
         replaced = {path: find(rewriter.graph_module, path) for path in paths}
         memo = {id(tensor): tensor for _, tensor in tensors_of(replaced)}
-        # An owner also holds what the graph does not read: that stays, and is shared.
+        # An owner also contains tensors that the graph does not read: these are shared, not converted.
         changing = {path: value for path, value in replaced.items() if path not in site.owners}
         for _, tensor in tensors_of(changing):
             if tensor.dtype == torch.float32:
@@ -98,7 +98,7 @@ class ChangePrecision(ReversibleRewrite[Plan]):
         return site.nodes
 
     def _kept(self, index: GraphIndex) -> dict[Node, str]:
-        """The calls of layers, and reads of parameters, that stay in float32, with the reason."""
+        """The calls of modules, and reads of parameters, that stay in float32, each with the reason."""
         unused = names = {name for name in self.keep_float32 if isinstance(name, str)}
         types = tuple(kind for kind in self.keep_float32 if isinstance(kind, type))
         kept: dict[Node, str] = {}
@@ -122,7 +122,7 @@ class ChangePrecision(ReversibleRewrite[Plan]):
 
 
 def saturate(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast `value`, finite numbers to finite numbers: the largest ones of `dtype` where they are too large.
+    """Cast `value` to `dtype`; finite numbers that are too large become the largest finite number of `dtype`.
 
     Example:
         >>> import torch
@@ -145,7 +145,7 @@ def _below(paths: list[str], pattern: str) -> bool:
 def _raised(
     kept: Mapping[str, Any], dtype: torch.dtype, now: Mapping[str, Any], left: Mapping[str, Left]
 ) -> dict[str, Any]:
-    """The float32 weights again; what was changed in the lower precision is cast."""
+    """Restore the float32 weights; weights that were changed in the lower precision are cast."""
     current = dict(tensors_of(now))
     lowered = {
         f"{path}.{name}" if name else path
@@ -162,7 +162,7 @@ def _raised(
 
 def _restored(before: Tensor, now: Tensor, dtype: torch.dtype) -> Tensor:
     moved = before.detach().to(now.device)
-    # `now` was in `dtype`; `.double()` may have come since.
+    # `now` was in `dtype` after the pass, but the user may have called `.double()`.
     unchanged = now.is_meta or torch.equal(saturate(moved, dtype).to(now.dtype), now)
     if unchanged and before.device == now.device and before.requires_grad == now.requires_grad:
         return with_values(before, moved.clone())
@@ -170,7 +170,7 @@ def _restored(before: Tensor, now: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _insert(rewriter: Rewriter, cast: Cast, dtype: torch.dtype) -> None:
-    """One cast before its first user, for all its users."""
+    """Insert one cast before its first user, for all its users."""
     value, user = cast.value, cast.users[0]
     if cast.down:
         node = rewriter.create("call_function", saturate, (value, dtype), before=user)
@@ -181,9 +181,9 @@ def _insert(rewriter: Rewriter, cast: Cast, dtype: torch.dtype) -> None:
 
 
 def _saturated(node: Node, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of a call with constants in the range of `dtype`; empty where they are."""
+    """Return the arguments of a call with constants clamped to the range of `dtype`; empty if all are in range."""
     largest = torch.finfo(dtype).max
-    # Elsewhere integers are sizes, dimensions and indices.
+    # In other operators, integers are sizes, dimensions and indices.
     numbers = float | int if Fact.ELEMENTWISE in facts_of(node) or name_of(node) in _FILLING else float
 
     def saturated(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Division by a constant becomes multiplication by its inverse."""
+"""Replaces division by a constant by multiplication by its inverse."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from fxopt.rewriting.rewriter import Rewriter
 class ChangeTrueDivToMulByInverse(ReversibleRewrite[Node]):
     """Replaces `x / c` by `x * (1 / c)`, where `c` is a constant of the graph.
 
-    Where `c` is a power of two, the result is the same bit for bit. Elsewhere it differs by at most one unit
-    in the last place more than a division does. Such a division is rewritten only where the metadata of the trace says
-    that `x` is a floating tensor, and where nothing but operators that keep a small error small follows, before a layer, a
-    product, a softmax or a normalization mixes it with other values: no rounding, no comparison (49 / 49 is 1,
-    49 * (1 / 49) is less), no pole. Undoing brings back the very same `c` from the record.
-    Undo it before the graph is traced again: a product in a new trace tells nothing of what it was, so that
-    undoing there leaves it as it is.
+    If `c` is a power of two, the result is equal bit for bit. Otherwise its error is larger by at most one unit in the last
+    place. Such a division is rewritten only if two conditions hold. The metadata of the trace shows that `x` is a floating
+    tensor. And until a layer, a product, a softmax or a normalization mixes the result with other values, only operators
+    follow that keep a small error small: no rounding, no comparison (49 / 49 is 1, 49 * (1 / 49) is less), no pole.
+    Undo restores the same `c` from the record. Undo before you trace the graph again: a new trace contains a plain product,
+    which undo does not change.
 
     Example:
         >>> import operator, torch
@@ -56,7 +55,7 @@ class ChangeTrueDivToMulByInverse(ReversibleRewrite[Node]):
                 yield Refusal(node, reason) if reason else node
 
     def apply(self, rewriter: Rewriter, site: Node) -> Node:
-        """Make the node a multiplication."""
+        """Turn the node into a multiplication."""
         numerator, denominator = _operands(site)
         args = (numerator, 1 / denominator)
         rewriter.set(site, op="call_function", target=operator.mul, args=args, kwargs={})
@@ -89,7 +88,7 @@ def _obstacle(numerator: Node, denominator: object) -> str | None:
     dtype = graph.dtype_of(numerator)
     if dtype is not None and dtype.is_complex:
         return "the numerator is complex"
-    # Outside of these a constant, or its inverse, underflows or overflows in the dtype of the computation.
+    # Outside of this range, the constant or its inverse underflows or overflows in the dtype of the computation.
     info = torch.finfo(dtype if dtype is not None and dtype.is_floating_point else torch.float16)
     if not all(info.tiny <= abs(value) <= info.max for value in (denominator, 1 / denominator)):
         return f"{denominator} or its inverse is outside of the normal range of {info.dtype} numbers"
@@ -97,7 +96,7 @@ def _obstacle(numerator: Node, denominator: object) -> str | None:
 
 
 def _inexact(index: GraphIndex, node: Node, numerator: Node, denominator: int | float) -> str | None:
-    """Why the inverse, which is not exact unless the denominator is a power of two, is not good enough."""
+    """Return why an inverse with rounding errors is not accurate enough; None if it is, or if it is exact."""
     if math.frexp(abs(denominator))[0] == 0.5:
         return None
     if graph.is_floating(numerator):

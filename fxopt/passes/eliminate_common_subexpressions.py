@@ -1,4 +1,4 @@
-"""The later of two equal computations goes."""
+"""Removes the later of two equal computations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxopt.rewriting.rewriter import Rewriter
 
 @dataclasses.dataclass(frozen=True)
 class Duplicate:
-    """A node, and an earlier one that computes the same."""
+    """A node, and an earlier node that computes an equal value."""
 
     node: Node
     first: Node
@@ -23,11 +23,11 @@ class Duplicate:
 
 @dataclasses.dataclass(frozen=True)
 class EliminateCommonSubexpressions(ReversibleRewrite[Duplicate]):
-    """Lets the users of a node take the value of an earlier node that computes the same.
+    """Replaces a node by an earlier node that computes an equal value.
 
-    The same is the same operator or module, called with the same values: masks and rotary tables that every layer
-    makes again, a projection that is called twice. What draws random numbers is left alone, and so are values
-    that something writes into, and values of which the graph returns both.
+    Two nodes are equal if they call the same operator or module with the same values: masks and rotary tables that every
+    layer computes again, or a projection that is called twice. Nodes that draw random numbers are skipped, and so are values
+    that a node writes into, and two equal values that the graph both returns.
 
     Example:
         >>> import torch
@@ -44,13 +44,13 @@ class EliminateCommonSubexpressions(ReversibleRewrite[Duplicate]):
     preserves_computation = True
 
     def match(self, graph_module: GraphModule) -> Iterator[Duplicate | Refusal]:
-        """Yield the nodes that compute what an earlier one has computed."""
+        """Yield the nodes that compute the value of an earlier node again."""
         index, returned = GraphIndex(graph_module), set[Node]()
         first: dict[Hashable, Node] = {}
         for node in index.nodes:
             if node.op in ("placeholder", "output") or not index.memory.is_pure(node):
                 continue
-            # Arguments by what they read like, as 1 is not 1.0, and the module by what it is, not by its name.
+            # Compare arguments by `repr`, because 1 == 1.0, and modules by identity, because one may have several names.
             called = id(index.module(node)) if node.op == "call_module" else node.target
             earlier = first.setdefault((node.op, called, repr(node.args), repr(node.kwargs)), node)
             if earlier is not node:
@@ -64,12 +64,12 @@ class EliminateCommonSubexpressions(ReversibleRewrite[Duplicate]):
         return site.first
 
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Duplicate]) -> bool:
-        """Users of two equal values take one of them now, and so may be equal themselves."""
+        """Return True: users of two equal values now use one value, and so may be equal themselves."""
         return True
 
 
 def _obstacle(index: GraphIndex, node: Node, earlier: Node, returned: set[Node]) -> str | None:
-    """Why `node` stays; else `earlier` joins `returned` if the graph returns it in the place of `node`."""
+    """Return why `node` must stay, or None; then add `earlier` to `returned` if the graph returns it instead of `node`."""
     memory = index.memory
     if reason := index.removing_obstacle(node) or index.removing_obstacle(earlier):
         return reason

@@ -1,4 +1,4 @@
-"""Nodes whose value nothing uses go."""
+"""Removes nodes whose value is not used."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fxopt.rewriting.rewriter import Rewriter
 
 @dataclasses.dataclass(frozen=True)
 class EliminateDeadCode(ReversibleRewrite[Node]):
-    """Erases nodes that compute a value which nothing uses.
+    """Erases nodes whose value is not used.
 
-    What writes into memory, draws random numbers, changes a mode or is an assertion stays, and so does a call of a
-    function that is not known to do none of that, or of a module with hooks. Inputs of the graph stay, and modules stay in the graph
-    module, also where no node calls them any more.
+    Nodes stay if they may write into memory, draw random numbers, change a mode or assert a condition. So do calls of
+    unknown functions, and of modules with hooks. Inputs of the graph stay. Modules stay in the graph module, even if no node
+    calls them any longer.
 
     Example:
         >>> import torch
@@ -35,7 +35,7 @@ class EliminateDeadCode(ReversibleRewrite[Node]):
     preserves_computation = True
 
     def match(self, graph_module: GraphModule) -> Iterator[Node]:
-        """Yield the nodes that nothing needs, the last one first."""
+        """Yield the nodes that are not needed, the last one first."""
         index, dead = GraphIndex(graph_module), set[Node]()
         for node in reversed(index.nodes):
             needless = index.memory.is_pure(node) and dead.issuperset(node.users)

@@ -1,4 +1,4 @@
-"""A batch normalization beside a linear layer or a convolution: the layer can scale and shift its channels, too."""
+"""Folds batch normalizations into adjacent linear layers and convolutions, which can scale and shift their channels."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ Kinds = tuple[type[nn.Module], ...]
 
 
 class FoldBatchNorms(Folding):
-    """Folds batch normalizations in eval mode into the layer before them, or else into the layers behind.
+    """Folds batch normalizations in eval mode into the layer before them, otherwise into the layers after them.
 
-    The layers are `torch.nn.Linear`, convolutions and transposed convolutions of one to three dimensions. Nothing else
-    may use the value between; behind a linear layer, that may be seen as one of other sizes first, as by
-    `norm(linear(x).flatten(0, 1))`. New layers take the place of the old ones, which stay as they are; they have
-    biases, also where the old ones had none. They require gradients where the old ones did: fine-tuning a normalization
-    beside a frozen layer ends here.
+    The layers are `torch.nn.Linear`, convolutions and transposed convolutions of one to three dimensions. No other node may
+    use the value between layer and normalization. After a linear layer, a reshape may come first, as in
+    `norm(linear(x).flatten(0, 1))`. New layers replace the old ones, which are not changed. The new layers have biases, even
+    if the old ones had none, and require gradients if the old ones did. So a normalization next to a frozen layer can no
+    longer be trained.
 
-    Undoing gives the old weights back bit for bit: the record keeps copies of the layers and of the normalization,
-    beside the graph and outside of `state_dict`, at the cost of their memory. After `.to()`, `.half()` and such it
-    gives what these make of the old weights. Folded weights that were trained, loaded or rounded to a lower dtype and
-    back cannot be taken apart, so undoing raises `UndoError` then.
+    Undo restores the old weights bit for bit: the record keeps copies of the layers and of the normalization, outside of
+    `state_dict`. After `.to()`, `.half()` and the like, undo converts the old weights accordingly. If the folded weights were
+    trained, loaded, or rounded to a lower dtype and back, undo raises `UndoError`.
 
     Args:
         reversible: `False` keeps no copies; then the pass cannot be undone.
@@ -56,7 +55,7 @@ class FoldBatchNorms(Folding):
     """The layers that each kind of normalization is folded into."""
 
     def scalings(self, index: GraphIndex) -> Iterator[Scaling]:
-        """Yield the normalizations; they go with their last call."""
+        """Yield the normalizations; a module is removed with its last call."""
         for kind, layers in self.layers.items():
             for norm in index.calls_like(kind):
                 module = index.module(norm)
@@ -70,12 +69,12 @@ class FoldBatchNorms(Folding):
                 )
 
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Fold]) -> bool:
-        """A normalization may follow one that was folded, or come before it."""
+        """Return True: another normalization may come before or after a folded one."""
         return True
 
 
 def scale_and_shift(norm: Any) -> tuple[Tensor, Tensor]:
-    """The vectors `a`, `b` with `norm(x) = a * x + b`, in a wide dtype."""
+    """Compute the vectors `a`, `b` with `norm(x) = a * x + b`, in a wide dtype."""
     weight, bias = parameters_of(norm)["weight"], parameters_of(norm)["bias"]
     mean, variance = buffers_of(norm)["running_mean"], buffers_of(norm)["running_var"]
     assert mean is not None
@@ -91,7 +90,7 @@ def scale_and_shift(norm: Any) -> tuple[Tensor, Tensor]:
 def _obstacle(
     index: GraphIndex, norm: Node, kind: type[nn.Module], layer: Node, path: Sequence[Node]
 ) -> str | None:
-    """Why a normalization cannot become a part of a layer; None if it can."""
+    """Return why a normalization cannot be folded into a layer; None if it can."""
     module, beside = index.module(norm), index.module(layer)
     if graph.input_of(norm, module) is None:
         return "it does not take one value alone"
@@ -107,9 +106,9 @@ def _obstacle(
 
 
 def _rank_obstacle(index: GraphIndex, norm: Node, kind: type[nn.Module], layer: nn.Module) -> str | None:
-    """Why a normalization may work on other channels than a layer; None if it does not."""
+    """Return why a normalization may work on other channels than a layer; None if it does not."""
     if kind is not nn.BatchNorm1d:
-        return None  # it takes batches alone, and raises an error otherwise
+        return None  # other kinds accept only batches, with the channels in dimension 1
     rank, needed = graph.rank_of(norm), 2 if isinstance(layer, nn.Linear) else 3
     if rank is None or index.guard is None:
         return "the number of dimensions is unknown, or nobody checks it: trace the model with fxopt.trace"
@@ -119,7 +118,7 @@ def _rank_obstacle(index: GraphIndex, norm: Node, kind: type[nn.Module], layer: 
 
 
 def _statistics_obstacle(layer: nn.Module, norm: Any, behind: bool) -> str | None:
-    """Why `norm` is no scale and shift of the channels that `layer` gives, or takes; None if it is."""
+    """Return why `norm` does not scale and shift the output or input channels of `layer`; None if it does."""
     kind, weight = type(norm).__name__, weight_of(layer)
     if norm.training:
         return f"the {kind} is in training mode: it normalises by batch statistics"

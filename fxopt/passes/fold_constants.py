@@ -1,4 +1,4 @@
-"""Tensors that depend on no input are computed once, when the pass is applied."""
+"""Computes tensors that depend on no input once, when the pass is applied."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ from fxopt.rewriting.weights import Left
 class FoldConstants(ReversibleRewrite[Node]):
     """Replaces tensors that depend on no input by buffers: position ids, causal masks, rotary tables.
 
-    A tensor is constant where it is made of numbers, and of buffers that are not in the `state_dict`, by functions
-    of torch. The device of an input counts as known: a folded graph module and its inputs are on one device. Its dtype does
-    not where the graph accepts several: `torch.ones_like(x)` stays. The
-    buffers are not in the `state_dict`, either. `.half()` and the like cast a constant where they would have cast
-    what it is made of.
+    A tensor is constant if functions of torch compute it from numbers, and from buffers that are not in the `state_dict`. The
+    device of an input counts as known: a folded graph module and its inputs are on one device. The dtype of an input does
+    not, if the graph accepts several: `torch.ones_like(x)` stays. The new buffers are not in the `state_dict` either.
+    `.half()` and the like cast a constant if they would have cast the buffers that it was computed from.
 
     Args:
-        max_bytes: a tensor that takes more memory is left alone; with `freeze`, unless it is made of as many bytes of weights.
-        freeze: count parameters, all buffers and what layers make of these as constants, too, as `torch.jit.freeze` does. A later
-            change of the weights does not reach what was folded. Linear layers and convolutions with `weight_norm`, or another
-            parametrization of torch's own, become plain ones.
+        max_bytes: larger tensors are skipped; with `freeze`, unless the weights that they are computed from are as large.
+        freeze: whether parameters, all buffers, and outputs of layers for these are constants, too, as in `torch.jit.freeze`.
+            A later change of the weights does not affect folded values. Linear layers and convolutions with `weight_norm`, or
+            another parametrization of torch's own, become plain layers.
 
     Example:
         >>> import fxopt, torch
@@ -59,7 +58,7 @@ class FoldConstants(ReversibleRewrite[Node]):
     preserves_computation = True
 
     def match(self, graph_module: GraphModule) -> Iterator[Node | Refusal]:
-        """Yield the constants that something else than a constant uses."""
+        """Yield the constants that have a user that is not constant."""
         index = GraphIndex(graph_module)
         for node in index.calls_like(nn.Module) if self.freeze else ():
             if computes_weights(index.module(node)):
@@ -73,7 +72,7 @@ class FoldConstants(ReversibleRewrite[Node]):
                 yield Refusal(node, reason) if reason else node
 
     def apply(self, rewriter: Rewriter, site: Node) -> Node:
-        """Compute the constant, let a buffer take its place, and erase what nothing needs any more."""
+        """Compute the constant, replace it by a buffer, and erase nodes that are no longer used."""
         called = graph.called_module(rewriter.graph_module, site)
         if called is not None and computes_weights(called):
             rewriter.replace_module(str(site.target), with_computed_weights(called))
@@ -95,7 +94,7 @@ class FoldConstants(ReversibleRewrite[Node]):
         return read
 
     def _is_weight(self, index: GraphIndex, node: Node) -> bool:
-        """Tell whether a value may be a view of a weight, which costs nothing to make."""
+        """Tell whether a value may be a view of a weight, which costs nothing to compute."""
         return self.freeze and any(each.op == "get_attr" for each in index.memory.aliases(node))
 
     def _obstacle(self, index: GraphIndex, node: Node) -> str | None:
@@ -121,13 +120,13 @@ class FoldConstants(ReversibleRewrite[Node]):
 
 
 def _made_of(node: Node) -> list[Node]:
-    """The nodes that a constant is made of, without tensors of which it takes the shape, dtype or device alone."""
+    """The inputs of a constant, without a tensor of which it reads only the shape, dtype or device."""
     described = graph.first_argument(node) if Fact.DESCRIBES in facts_of(node) else None
     return [value for value in node.all_input_nodes if value is not described]
 
 
 def _giving_dtypes(node: Node) -> Iterator[Node]:
-    """The tensors of which a constant takes the dtype."""
+    """Yield the tensors whose dtype a constant depends on."""
     for each in graph.reached([node], _made_of):
         facts, first = facts_of(each), graph.first_argument(each)
         reads = Fact.KEEPS_DTYPE in facts or name_of(each) in ("dtype", "is_floating_point", "is_complex")
@@ -137,7 +136,7 @@ def _giving_dtypes(node: Node) -> Iterator[Node]:
 
 
 def _bytes_of_weights(index: GraphIndex, node: Node) -> int:
-    """How many bytes the parameters and buffers take that a constant is made of."""
+    """The size in bytes of the parameters and buffers that a constant is computed from."""
     parts = [each for each in graph.reached([node], _made_of) if each.op in ("get_attr", "call_module")]
     held = {path: submodules.find(index.graph_module, path) for path in map(str, (n.target for n in parts))}
     tensors = submodules.tensors_of(held)

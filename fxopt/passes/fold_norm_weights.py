@@ -1,4 +1,4 @@
-"""Folds the weight and bias of a layer or RMS normalization into the linear layers behind it."""
+"""Folds the weight and bias of a LayerNorm or RMSNorm into the linear layers after it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
 class FoldNormWeights(Folding):
-    """Folds the weight and bias of `torch.nn.LayerNorm` and `torch.nn.RMSNorm` into the linear layers behind.
+    """Folds the weight and bias of `torch.nn.LayerNorm` and `torch.nn.RMSNorm` into the linear layers after them.
 
-    The normalization stays, without a weight. All that use its output must be `torch.nn.Linear` layers; new ones take
-    the place of the old ones, which stay as they are, and have a bias where the normalization has one. Where a model
-    writes its normalization itself, `FoldScaleAndShift` does the same. Training of a weight that is folded into a
-    frozen layer ends here. Undoing, its memory and what it refuses are as those of `FoldBatchNorms`.
+    The normalization stays, without a weight. All users of its output must be `torch.nn.Linear` layers. New layers replace
+    them, with a bias if the normalization has one; the old layers are not changed. A weight that is folded into a frozen
+    layer can no longer be trained. For a normalization that a model computes without a layer, see `FoldScaleAndShift`.
+    Undo restores the weights bit for bit from copies, or raises `UndoError` if the folded weights were changed.
 
     Args:
         reversible: `False` keeps no copies; then the pass cannot be undone.
@@ -40,7 +40,7 @@ class FoldNormWeights(Folding):
     """
 
     def scalings(self, index: GraphIndex) -> Iterator[Scaling]:
-        """Yield the normalizations with a weight, which stay without it."""
+        """Yield the normalizations that have a weight, each with a copy without the weight."""
         for kind in NORMS:
             for node in index.calls_like(kind):
                 norm = index.module(node)
@@ -66,7 +66,7 @@ def _weight_and_bias(norm: nn.Module) -> tuple[Tensor, Tensor | None]:
 def _obstacle(
     index: GraphIndex, node: Node, kind: type[nn.Module], layer: Node, path: Sequence[Node]
 ) -> str | None:
-    """Why a layer behind a normalization cannot take its weight over; None if it can."""
+    """Return why the weight of a normalization cannot be folded into a layer after it; None if it can."""
     norm: Any = index.module(node)
     reason = index.replacing_obstacle(node, kind)
     if reason or graph.input_of(node, norm) is None:

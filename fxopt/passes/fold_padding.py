@@ -1,4 +1,4 @@
-"""Zeros in front of a convolution become its own padding."""
+"""Folds padding with zeros into the convolution after it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fxopt.rewriting.pattern import Pattern
 from fxopt.submodules import with_parameters, with_values
 from fxopt.torch_internals import parameters_of
 
-_FEW = 4  # input channels of a group, up to which one more row and column of weights cost less than a copy of the image
+_FEW = 4  # input channels of a group; up to this number, a larger kernel costs less than a copy of the image
 
 
 @dataclasses.dataclass(frozen=True)
 class FoldPadding(Pattern):
-    """Folds zeros around an image into the padding of the `torch.nn.Conv2d` behind them.
+    """Folds zeros around an image into the padding of the `torch.nn.Conv2d` after them.
 
-    Models with weights from TensorFlow, such as MobileNet, pad by a call of their own, which copies the image. A convolution
-    pads opposite sides alike. Where these differ, the kernel gets a row or column of zeros, unless it has many input channels.
-    Those zeros make NaN of an infinity beside the kernel.
+    Models with weights from TensorFlow, such as MobileNet, pad by a separate call, which copies the image. A convolution pads
+    opposite sides alike. If the sides differ, the kernel is extended by rows or columns of zeros, unless it has many input
+    channels. These zeros turn an infinity under them into NaN.
 
     Example:
         >>> import torch, fxopt
@@ -49,7 +49,7 @@ class FoldPadding(Pattern):
         return padded(x)
 
     def inverse(self, new: Any, left: int, right: int, top: int, bottom: int) -> nn.Module:
-        """Take the padding out again, with the weights that the layer has now.
+        """Return the layer without the folded padding, with the current weights.
 
         Raises:
             UndoError: the zeros of a larger kernel were changed.
@@ -64,7 +64,7 @@ class FoldPadding(Pattern):
         return old  # type: ignore[no-any-return]
 
     def refuses(self, x: Any, left: int, right: int, top: int, bottom: int, conv: Any) -> str | None:
-        """Say why a convolution cannot pad so, or would be slower."""
+        """Return why a convolution cannot pad this way, or would be slower."""
         if min(left, right, top, bottom) < 0:
             return "it crops"
         if not pads_zeros(conv):

@@ -1,4 +1,4 @@
-"""A multiplication or addition of constants beside a layer: the layer can do that, too."""
+"""Folds multiplications and additions of constants into adjacent layers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ ScaleAndShift = tuple[Tensor, Tensor | None]
 
 
 class FoldScaleAndShift(Folding):
-    """Folds multiplications and additions of constants into the layer before them, or else into the layers behind.
+    """Folds multiplications and additions of constants into the layer before them, otherwise into the layers after them.
 
-    The layers are `torch.nn.Linear` and convolutions of every kind. The constants are numbers, and parameters or
-    buffers with one value for all or one for each channel, also where the graph makes them of such, as `1 + weight`:
-    the scale of a residual branch (LayerScale), that of queries, the weight of a RMSNorm that the model writes itself.
-    Nothing else may use the value between.
+    The layers are `torch.nn.Linear` and convolutions of every kind. The constants are numbers, or parameters and buffers with
+    one value, or one value for each channel. The graph may compute them from such constants, as in `1 + weight`. Examples are
+    the scale of a residual branch (LayerScale), the scale of queries, and the weight of an RMSNorm that is not a layer. No
+    other node may use the value between layer and operator.
 
-    New layers take the place of the old ones, which stay as they are. A parameter that was folded stays where it is, and
-    nothing reads it: training it ends here. Undoing, its memory and what it refuses are as those of `FoldBatchNorms`.
+    New layers replace the old ones, which are not changed. A folded parameter stays in the graph module, but is no longer
+    read, and so no longer trained. Undo restores the weights from copies, or raises `UndoError` if the folded weights, or a
+    folded parameter, were changed.
 
     Args:
         reversible: `False` keeps no copies; then the pass cannot be undone.
@@ -51,7 +52,7 @@ class FoldScaleAndShift(Folding):
     """
 
     def scalings(self, index: GraphIndex) -> Iterator[Scaling]:
-        """Yield the multiplications and additions; what their constants are made of stays."""
+        """Yield the multiplications and additions; the parameters and buffers of their constants stay."""
         for node in index.nodes:
             if (operands := _operands(node)) is not None:
                 value, constant = operands
@@ -66,7 +67,7 @@ class FoldScaleAndShift(Folding):
                 )
 
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Fold]) -> bool:
-        """Something may follow what was folded, or come before it."""
+        """Return True: another operator may come before or after a folded one."""
         return True
 
 
@@ -77,7 +78,7 @@ _OPERATORS: dict[str, Callable[[Tensor, bool], ScaleAndShift]] = {
     **dict.fromkeys(("sub", "subtract"), lambda c, first: _difference(c, first)),
     "rsub": lambda c, first: _difference(c, not first),
 }
-"""For each operator, what it multiplies by and adds, given a constant and whether that is its first operand."""
+"""For each operator, a function of a constant and whether it is the first operand; it returns the factor and the summand."""
 
 
 def _difference(constant: Tensor, first: bool) -> ScaleAndShift:
@@ -91,7 +92,7 @@ def _scale_and_shift(index: GraphIndex, node: Node, constant: Node | float) -> S
 
 
 def _operands(node: Node) -> tuple[Node, Node | float] | None:
-    """The operand that changes from run to run, and the constant one; None where a node has not one of each."""
+    """The operand that changes from run to run, and the constant one; None if a node does not have one of each."""
     name, operands = name_of(node), [*node.args, *node.kwargs.values()]
     if name not in _OPERATORS or len(operands) != 2 or not set(node.kwargs) <= {"other"}:
         return None
@@ -115,7 +116,7 @@ def _obstacle(
     layer: Node,
     path: Sequence[Node],
 ) -> str | None:
-    """Why an operator cannot become a part of a layer; None if it can."""
+    """Return why an operator cannot be folded into a layer; None if it can."""
     behind = layer is path[0]
     if index.memory.writes(node):
         return f"{node.name} writes into what it takes"
@@ -123,7 +124,7 @@ def _obstacle(
         return reason
     module, found = index.module(layer), _constant(index, constant)
     weight = module.get_parameter("weight")
-    number = not found.ndim and found.dtype == torch.float64  # which takes the dtype of the layer
+    number = not found.ndim and found.dtype == torch.float64  # a number adopts the dtype of the layer
     if not number and (found.dtype, found.device) != (weight.dtype, weight.device):
         return f"the constant is {found.dtype} on {found.device}, the layer {weight.dtype} on {weight.device}"
     if not behind and graph.dtype_of(value) != weight.dtype:
@@ -134,9 +135,9 @@ def _obstacle(
 def _shape_obstacle(
     layer: nn.Module, constant: Tensor, value: Node, behind: bool, checked: bool
 ) -> str | None:
-    """Why a constant has not one value for each channel of a layer, or one for all; None if it has."""
+    """Return why a constant has neither one value nor one for each channel of a layer; None if it has."""
     dimension, number = channel_dimension(layer), channels(layer, behind)
-    rank = graph.rank_of(value) if checked else None  # which may be another one in another run
+    rank = graph.rank_of(value) if checked else None  # without a guard, another run may have another rank
     if constant.ndim > (-dimension if rank is None else rank):
         return f"the constant has {constant.ndim} dimensions, which the value is not known to have"
     if constant.numel() == 1:

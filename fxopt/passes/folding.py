@@ -1,4 +1,4 @@
-"""A scale and a shift of each channel become a part of the layers beside them: what all passes share that fold so."""
+"""The base class of passes that fold a scale and a shift of each channel into adjacent layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fxopt.torch_internals import parameters_of
 
 @dataclasses.dataclass(frozen=True)
 class Folding(ReversibleRewrite[Fold]):
-    """A pass that folds scales and shifts into layers; its `scalings` are the calls that scale and shift.
+    """A pass that folds scales and shifts into layers; a subclass defines `scalings`, the calls to fold.
 
     Args:
         reversible: `False` keeps no copies; then the pass cannot be undone.
@@ -37,7 +37,7 @@ class Folding(ReversibleRewrite[Fold]):
     preserves_computation = True
 
     into_behind: ClassVar[bool] = True
-    """Try layers behind the calls, too."""
+    """If True, the pass also folds into layers after the calls."""
 
     @abc.abstractmethod
     def scalings(self, index: GraphIndex) -> Iterator[Scaling]:
@@ -60,7 +60,7 @@ class Folding(ReversibleRewrite[Fold]):
                     yield Refusal(scaling.node, "; ".join(dict.fromkeys(reasons)))
 
     def apply(self, rewriter: Rewriter, site: Fold) -> tuple[Node, ...]:
-        """Put fused layers in the place of the old ones, and drop what scaled and shifted."""
+        """Replace the layers by fused ones, and remove the call that scales and shifts."""
         module, scale, shift, sources = rewriter.graph_module, site.scale, site.shift, site.sources
         if len(rewriter.graph.find_nodes(op="call_module", target=str(site.node.target))) > 1:
             sources = {path: submodules.find(module, path) for path in sources}  # for the other calls
@@ -72,11 +72,11 @@ class Folding(ReversibleRewrite[Fold]):
             held = {path: parameters_of(layer)["bias"] for path, layer in fused.items()}
             biases = {path: None if bias is None else bias.detach().clone() for path, bias in held.items()}
             stay = tuple(path for path, left in sources.items() if left is before[path])
-            own = scale.clone(), None if shift is None else shift.clone()  # perhaps of a parameter that stays
+            own = scale.clone(), None if shift is None else shift.clone()  # may share memory with a parameter
             restore = functools.partial(_unfolded, copied(before), biases, *own, site.behind, stay)
         value = None if site.operand is None else site.node.all_input_nodes[site.operand]
         for node in _between(site, value):
-            # It is of the site: what it takes has other values now.
+            # Mark the node as a part of the site, because its input has other values.
             rewriter.set(node, val=node.meta.get("val"))
         put = {path: left for path, left in sources.items() if left is not None}
         rewriter.swap(fused | put, [path for path in sources if path not in put], restore)
@@ -87,7 +87,7 @@ class Folding(ReversibleRewrite[Fold]):
 
 
 def _between(site: Fold, value: Node | None) -> list[Node]:
-    """The views from a layer to what is folded into it, and what reads the shapes of the values there."""
+    """The views between a layer and the folded call after it, and the nodes that read the shapes of these values."""
     found = list[Node]()
     if site.behind and value is not None:
         path = [value]
@@ -98,7 +98,7 @@ def _between(site: Fold, value: Node | None) -> list[Node]:
 
 
 def _erase(rewriter: Rewriter, node: Node, kept: Node) -> None:
-    """Erase a node, and what it alone needed, but for one of its inputs."""
+    """Erase a node, and all nodes that only it needed, except for `kept`."""
     inputs = [each for each in node.all_input_nodes if each is not kept]
     rewriter.erase(node)
     for each in inputs:
@@ -116,10 +116,10 @@ def _unfolded(
     now: Mapping[str, Any],
     left: Mapping[str, Left],
 ) -> dict[str, Any]:
-    """Copies of what was folded, as long as the folded weights are what folding made of them."""
+    """Return copies of the original layers and sources; raise UndoError if the folded weights were changed."""
     for path, bias in biases.items():
         made = folded(kept[path], scale, shift, behind)
-        # The bias is a sum, which another machine may round differently.
+        # Compare the bias with a copy: it is a sum, which another machine may round differently.
         if not _same(made.get_parameter("weight"), now[path].weight) or not _same(bias, now[path].bias):
             raise UndoError(
                 f"the folded weights of {path} have changed since (by training, load_state_dict, or a lower dtype "
@@ -136,14 +136,14 @@ def _unfolded(
 
 
 def _same(made: Tensor | None, current: Tensor | None) -> bool:
-    """Tell whether a tensor has the values that were made for it, whatever its dtype and device are now."""
+    """Tell whether a tensor has the values of `made`, converted to the tensor's current dtype and device."""
     if made is None or current is None or current.is_meta:
         return True
     return not made.is_meta and torch.equal(made.detach().to(current.device, current.dtype), current.detach())
 
 
 def _same_values(one: Any, other: Any) -> bool:
-    """Tell whether modules or tensors have the same values, whatever the dtype of the first is now."""
+    """Tell whether two modules or tensors have the same values in the dtype of the first one."""
     if isinstance(one, Tensor):
         return one.is_meta or torch.equal(one, other.to(one.dtype))
     values = other.state_dict()

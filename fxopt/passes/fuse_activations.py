@@ -1,4 +1,4 @@
-"""Activations that are written out become one call."""
+"""Replaces activations that are written out as formulas by one call."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _ARITHMETIC = (
     *("tanh", "sigmoid", "softplus", "relu6", "hardtanh", "clamp"),
 )
 _LAYERS = (nn.Sigmoid, nn.Tanh, nn.ReLU6)
-_MOST = 12  # nodes of one formula
-_OTHER = 1e-3  # how much another number differs
+_MOST = 12  # largest number of nodes in a formula
+_OTHER = 1e-3  # relative change of a number, to test whether the number matters
 
 
 @dataclasses.dataclass(frozen=True)
 class Formula:
-    """An activation that is written out: `node` gives its values, of those of `root`, by `inside`."""
+    """An activation that is written out: the nodes `inside` compute its result `node` from its input `root`."""
 
     node: Node
     root: Node
@@ -42,11 +42,11 @@ class Formula:
 
 @dataclasses.dataclass(frozen=True)
 class FuseActivations(ReversibleRewrite[Formula]):
-    """Computes an activation by one call where a model writes it out, as GPT-2 and ESM do with GELU.
+    """Replaces an activation that a model writes out as a formula by one call; GPT-2 and ESM write out GELU.
 
     A formula of one value and numbers becomes GELU, SiLU, Mish or Hardswish if it has the same values and gradients on a grid
-    in float64, and if each of its numbers matters there. One call goes over the values once, and `FuseEpilogues` finds it
-    behind a packed layer.
+    in float64. A change of any of its numbers must change these. One call reads and writes the values once, and
+    `FuseEpilogues` can fuse it into a packed layer before it.
 
     Sources: GELU: Hendrycks and Gimpel, 2016, arXiv:1606.08415, section 2. SiLU, as `x * sigmoid(x)`: Elfwing et al., 2017,
     arXiv:1702.03118.
@@ -62,7 +62,7 @@ class FuseActivations(ReversibleRewrite[Formula]):
     preserves_computation = True
 
     def match(self, graph_module: GraphModule) -> Iterator[Formula | Refusal]:
-        """Yield the formulas that are activations, from the end of the graph on."""
+        """Yield the formulas that are activations, starting at the end of the graph."""
         index, taken = GraphIndex(graph_module), set[Node]()
         for node in reversed(index.nodes):
             found = None if node in taken else _formula(index, node)
@@ -82,7 +82,7 @@ class FuseActivations(ReversibleRewrite[Formula]):
 
 
 def _formula(index: GraphIndex, node: Node) -> Formula | None:
-    """The formula that ends in a node and is an activation, of the latest value that it is an activation of."""
+    """The smallest formula that ends in a node and is an activation; None if there is none."""
     inside, border = list[Node](), {node}
     while len(inside) < _MOST:
         last = max(border)
@@ -109,14 +109,14 @@ def _is_step(index: GraphIndex, node: Node) -> bool:
 
 
 def _is_alike(root: Node, node: Node) -> bool:
-    """Tell whether two values are floating-point tensors of one dtype: the shape is that of the only tensor in a formula."""
+    """Tell whether two values are floating-point tensors of one dtype; the only tensor of a formula determines the shape."""
     dtypes = {getattr(graph.value_of(each), "dtype", None) for each in (root, node)}
     dtype = dtypes.pop()
     return not dtypes and isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
 def _activation(index: GraphIndex, root: Node, inside: Sequence[Node]) -> Activation | None:
-    """The activation that a formula is."""
+    """The activation that a formula computes; None if it is not an activation."""
     seen = list[float]()  # the numbers of the formula
 
     def formula(change: int | None, grid: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def _activation(index: GraphIndex, root: Node, inside: Sequence[Node]) -> Activa
 
     try:
         own = on_grid(functools.partial(formula, None))
-    except RuntimeError:  # a step writes into what its gradient needs
+    except RuntimeError:  # a step writes into a value that its gradient needs
         return None
     found = next(
         (each for name, each in ACTIVATIONS.items() if name in _FUSED and is_close(own, on_grid(each))), None
@@ -146,7 +146,7 @@ def _activation(index: GraphIndex, root: Node, inside: Sequence[Node]) -> Activa
 
 
 def _obstacle(index: GraphIndex, found: Formula) -> str | None:
-    """Why a formula cannot become one call."""
+    """Return why a formula cannot be replaced by one call; None if it can."""
     inside = {*found.inside}
     for node in found.inside:
         if reason := index.removing_obstacle(node):

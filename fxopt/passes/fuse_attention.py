@@ -1,4 +1,4 @@
-"""Attention that is written out becomes one call."""
+"""Replaces attention that is written out by one call."""
 
 from __future__ import annotations
 
@@ -23,28 +23,27 @@ from fxopt.rewriting.rewriter import Rewriter
 
 @dataclasses.dataclass(frozen=True)
 class FuseAttention(ReversibleRewrite[Attention]):
-    """Computes attention that is written out by `torch.nn.functional.scaled_dot_product_attention`.
+    """Replaces attention that is written out by `torch.nn.functional.scaled_dot_product_attention`.
 
-    Written out is `softmax(query @ key.transpose(-2, -1) * scale + mask, dim=-1) @ value` in its usual spellings, with three
-    or four dimensions, and with views between two of them. The call takes the name of the product with the values. Masks stay
-    what they are, numbers that are added, also where they were booleans.
+    The pass finds `softmax(query @ key.transpose(-2, -1) * scale + mask, dim=-1) @ value` in its usual spellings, with three
+    or four dimensions and views between its steps. The call gets the name of the product with the values. Masks are added to
+    the scores as numbers, even if they were booleans.
 
-    The call is as exact in float32 and float64 as what it takes the place of, and in float16 and bfloat16 it is more exact,
-    because it rounds less on the way.
+    The call is as exact as the original in float32 and float64, and more exact in float16 and bfloat16, because it rounds
+    fewer intermediate values.
 
-    A row of scores that is masked entirely gives something else, or has other gradients, where scores are set to a value
-    (`masked_fill`), where a mask holds -inf, on a GPU also the least float32, where two masks that are added in turn make
-    -inf, in float16, and in training mode where a mask holds -1e4 or less. Such masks are refused, but for a single constant
-    one with a key in each row, as in causal attention, and with `each_row_has_a_key` or `inference`. A mask that comes in from
-    outside is not looked at: a row of it that is -inf gives NaN when it is written out, and zeros from the call. So does a row
-    of queries that is NaN.
-    In eval mode, a row that a mask of -1e4 or less hides entirely has other gradients. The kernels of the CPU have no second
-    derivatives, and none in forward mode.
+    If a row of scores is masked entirely, the call may have another output or other gradients in these cases: scores are set
+    to a value (`masked_fill`); a mask contains -inf, or on a GPU the least float32; the sum of two masks overflows to -inf;
+    the dtype is float16; a mask contains -1e4 or less in training mode. The pass refuses such masks. It accepts a single
+    constant mask with a key in each row, as in causal attention, and other masks with `each_row_has_a_key` or `inference`.
+    The pass does not check masks that are inputs: for a row of -inf, the original gives NaN, and the call zeros. The same
+    holds for a row of queries that is NaN. In eval mode, a row that is masked entirely by -1e4 or less has other gradients.
+    The kernels of the CPU have neither second nor forward-mode derivatives.
 
     Attributes:
-        each_row_has_a_key: tell that no row is masked entirely in any run. Random masks of `verify=True` may have such rows.
-        inference: tell that no run records gradients, and that parameters and buffers stay as they are: a mask that is made of
-            them is a constant, and one that sets scores to a finite number is rewritten on the CPU.
+        each_row_has_a_key: assert that no row is masked entirely in any run. Random masks of `verify=True` may have such rows.
+        inference: assert that no run records gradients, and that parameters and buffers do not change. Then masks computed
+            from them are constants, and on the CPU a mask that sets scores to a finite number is accepted.
 
     Example:
         >>> import fxopt, torch
@@ -63,7 +62,7 @@ class FuseAttention(ReversibleRewrite[Attention]):
     preserves_computation = True
 
     def match(self, graph_module: GraphModule) -> Iterator[Attention | Refusal]:
-        """Yield what is attention, and refuse what looks like it."""
+        """Yield the sites of attention, and refusals for similar computations."""
         index = GraphIndex(graph_module)
         reader = AttentionReader(index, MaskReader(index, self.each_row_has_a_key, self.inference))
         for place in reader.places():
@@ -76,7 +75,7 @@ class FuseAttention(ReversibleRewrite[Attention]):
             yield found
 
     def apply(self, rewriter: Rewriter, site: Attention) -> Node:
-        """Put the call in the place of the product with the values, and erase the other nodes."""
+        """Replace the product with the values by the call, and erase the other nodes."""
         builder, last = _Builder(rewriter, site), site.node
         inputs = [builder.with_heads(node) for node in (site.query, builder.key(), site.value)]
         mask = builder.mask(inputs[0])
@@ -99,12 +98,12 @@ class FuseAttention(ReversibleRewrite[Attention]):
         for step in reversed(site.steps):
             rewriter.erase(step)
         if not site.key.users:
-            rewriter.erase(site.key)  # which was only turned
+            rewriter.erase(site.key)  # the transposition of the keys
         return last
 
 
 def _slower(site: Attention) -> str | None:
-    """Why torch would compute one call on the CPU by its slow path, which takes longer than what is written out."""
+    """Return why torch would use its slow path on the CPU, which takes longer than the original; None if it would not."""
     query, key, value = (graph.value_of(node) for node in (site.query, site.key, site.value))
     if query.device.type != "cpu":
         return None
@@ -117,7 +116,7 @@ def _slower(site: Attention) -> str | None:
 
 
 class _Builder:
-    """Makes what the call takes, in front of the product with the values."""
+    """Creates the arguments of the call, before the product with the values."""
 
     def __init__(self, rewriter: Rewriter, attention: Attention) -> None:
         self._rewriter = rewriter
@@ -131,7 +130,7 @@ class _Builder:
         return key.all_input_nodes[0] if swaps_last(key) else self._made("transpose", key, -2, -1)
 
     def with_heads(self, node: Node, split: bool = True) -> Node:
-        """A value with four dimensions: those of three are split into batch and heads, or get one in front."""
+        """A value with four dimensions: the first of three is split into batch and heads, or a dimension is added before it."""
         front, heads = graph.value_of(node).shape[:-2], self._attention.heads
         if len(front) == 2:
             return node
@@ -154,7 +153,7 @@ class _Builder:
         return total
 
     def _with_rows(self, mask: Mask) -> Node:
-        """A mask with two or four dimensions, as the kernels take it."""
+        """A mask with two or four dimensions, as the kernels require."""
         rank = graph.rank_of(mask.node)
         if rank == 1:
             return self._made("unsqueeze", mask.node, 0)

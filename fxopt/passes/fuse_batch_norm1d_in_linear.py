@@ -1,4 +1,4 @@
-"""A batch normalization beside a linear layer: the layer can scale and shift its features, too."""
+"""Folds batch normalizations into adjacent linear layers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from fxopt.passes.fold_batch_norms import FoldBatchNorms
 
 
 class FuseBatchNorm1dInLinear(FoldBatchNorms):
-    """Fuses `torch.nn.BatchNorm1d` in eval mode into the `torch.nn.Linear` before it, or else after it.
+    """Fuses `torch.nn.BatchNorm1d` in eval mode into the `torch.nn.Linear` before it, otherwise after it.
 
-    The first of the two must have the second as its only user, and what the normalization takes two dimensions:
-    with three, BatchNorm1d normalises dimension 1 and Linear works on the last. The number of dimensions is
-    read from the metadata of the trace; where there is none, the place is refused. It is `FoldBatchNorms` for these
-    layers alone: what that says of the new layers and of undoing holds here, too.
+    The first of the two must have the second as its only user. The input of the normalization must have two dimensions: with
+    three, BatchNorm1d normalizes dimension 1, and Linear computes on the last. The pass reads the number of dimensions from
+    the metadata of the trace, and refuses sites without metadata. The pass is `FoldBatchNorms` for these layers only; see
+    there for the new layers and for undo.
 
     Args:
         reversible: `False` keeps no copies; then the pass cannot be undone.

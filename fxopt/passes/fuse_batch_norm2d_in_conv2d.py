@@ -1,4 +1,4 @@
-"""A batch normalization behind a convolution: the convolution can scale and shift its channels, too."""
+"""Folds batch normalizations into the convolutions before them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fxopt.passes.fold_batch_norms import FoldBatchNorms
 class FuseBatchNorm2dInConv2d(FoldBatchNorms):
     """Fuses `torch.nn.BatchNorm2d` in eval mode into the `torch.nn.Conv2d` before it.
 
-    The convolution must have the batch normalization as its only user. It is `FoldBatchNorms` for these layers alone:
-    what that says of the new layers and of undoing holds here, too.
+    The convolution must have the batch normalization as its only user. The pass is `FoldBatchNorms` for these layers only;
+    see there for the new layers and for undo.
 
     Args:
         reversible: `False` keeps no copies; then the pass cannot be undone.

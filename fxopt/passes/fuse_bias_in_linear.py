@@ -1,4 +1,4 @@
-"""The bias of a linear layer becomes one more column of its weight."""
+"""Turns the bias of a linear layer into one more column of its weight."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from fxopt.torch_internals import parameters_of
 class FuseBiasInLinear(ReversibleRewrite[Node]):
     """Makes the bias of `torch.nn.Linear` the last column of its weight, and pads the input with ones.
 
-    `W x + b = [W b] [x 1]`. The ones are made from the input, so they have its dtype and device. Undoing
-    takes the current weight apart, so that training, `.half()` or `.to()` in between are kept.
+    `W x + b = [W b] [x 1]`. The ones are made from the input, so they have its dtype and device. Undo splits
+    the current weight, so that training, `.half()` or `.to()` in between are kept.
 
     Example:
         >>> import torch
@@ -53,7 +53,7 @@ class FuseBiasInLinear(ReversibleRewrite[Node]):
             yield Refusal(node, reason) if reason else node
 
     def apply(self, rewriter: Rewriter, site: Node) -> Node:
-        """Put a layer without a bias in the place of the old one, and a pad before it."""
+        """Replace the layer by one without a bias, and insert a pad before it."""
         path, (value,) = str(site.target), site.all_input_nodes
         layer = submodules.module_at(rewriter.graph_module, path)
         assert isinstance(layer, nn.Linear)
@@ -73,7 +73,7 @@ class FuseBiasInLinear(ReversibleRewrite[Node]):
 def _unfused(
     path: str, shell: nn.Linear, layout: Mapping[str, Any], now: Mapping[str, Any], left: object
 ) -> dict[str, nn.Module]:
-    """The layer with its bias, out of the current weight."""
+    """Restore the layer with its bias from the current weight."""
     layer, fused = submodules.without_tensors(shell), now[path].weight
     for name, part in (("weight", fused.detach()[:, :-1]), ("bias", fused.detach()[:, -1])):
         copied = submodules.laid_out(part, layout[name])

@@ -1,4 +1,4 @@
-"""An activation or addition behind a packed layer becomes a part of its kernel."""
+"""Fuses an activation or addition after a packed layer into the kernel of the layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fxopt.rewriting.rewriter import Rewriter
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """A call of a packed layer, `node` which alone uses it, and the keywords that make the layer do its work."""
+    """A call of a packed layer, its only user `node`, and the keywords that make the layer compute `node`, too."""
 
     node: Node
     call: Node
@@ -33,8 +33,8 @@ class Epilogue:
 class FuseEpilogues(ReversibleRewrite[Epilogue]):
     """Lets packed layers add a residual and apply an activation before they write their product to memory.
 
-    The layers are those of `PackLinears` and `PackConvs` with a kernel that fuses: `onednn` or `matmul`. A linear layer adds or activates,
-    a convolution adds, applies ReLU, or both, or applies another activation.
+    The layers are those of `PackLinears` and `PackConvs` with a kernel that fuses: `onednn`, `mkl` or `matmul`. A linear
+    layer can fuse an addition or an activation. A convolution can fuse an addition, ReLU, both, or another activation.
 
     Example:
         >>> import torch, fxopt
@@ -48,7 +48,7 @@ class FuseEpilogues(ReversibleRewrite[Epilogue]):
     preserves_computation = True
 
     def match(self, graph_module: GraphModule) -> Iterator[Epilogue | Refusal]:
-        """Yield the activations and additions behind packed layers."""
+        """Yield the activations and additions after packed layers."""
         index, taken = GraphIndex(graph_module), set[Node]()
         for call in reversed(index.calls_like(PackedLayer)):
             for user in call.users:
@@ -57,13 +57,13 @@ class FuseEpilogues(ReversibleRewrite[Epilogue]):
                 if not keywords or user in taken or written not in ((), (call,)):
                     continue
                 if written and "other" in keywords and index.guard is None:
-                    continue  # a sum that is written in place keeps its shape and dtype, whatever is added
+                    continue  # an in-place sum keeps its shape and dtype, whatever is added
                 taken.add(user)
                 reason = index.joining_obstacle(call, user)
                 yield Refusal(user, reason) if reason else Epilogue(user, call, {**call.kwargs, **keywords})
 
     def apply(self, rewriter: Rewriter, site: Epilogue) -> Node:
-        """Call the layer in the place of what follows it."""
+        """Replace the node after the layer by a call of the layer."""
         call = site.call
         rewriter.set(
             site.node, op="call_module", target=call.target, args=call.args, kwargs=dict(site.keywords)
@@ -77,7 +77,7 @@ class FuseEpilogues(ReversibleRewrite[Epilogue]):
 
 
 def _keywords(index: GraphIndex, call: Node, user: Node) -> dict[str, Any]:
-    """Arguments with which the layer also does what `user` does; nothing where its kernel cannot."""
+    """Arguments with which the layer also computes `user`; empty if its kernel cannot."""
     layer = index.module(call)
     if len(call.args) != 1 or "activation" in call.kwargs or not fuses_epilogues(layer):
         return {}
@@ -91,7 +91,7 @@ def _keywords(index: GraphIndex, call: Node, user: Node) -> dict[str, Any]:
 
 
 def _added(call: Node, user: Node) -> Node | None:
-    """The summand that a node adds to the value of `call`, if it has its shape and dtype."""
+    """The summand that a node adds to the value of `call`, if both have the same shape and dtype; otherwise None."""
     if name_of(user) != "add" or user.kwargs or len(user.args) != 2 or len(user.all_input_nodes) != 2:
         return None
     first, second = user.args

@@ -1,4 +1,4 @@
-"""A product and a sum become one call."""
+"""Fuses a product and a sum into one call."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fxopt.rewriting.pattern import Pattern
 
 @dataclasses.dataclass(frozen=True)
 class FuseMultiplyAdd(Pattern):
-    """Computes `x + y * z` by `torch.addcmul`, which goes over the values once; in half precision it rounds once, too.
+    """Computes `x + y * z` by `torch.addcmul`, which reads the values once and, in half precision, rounds once.
 
-    Rotary positions, the modulated layers of diffusion transformers and scaled residuals compute so.
+    Rotary positions, modulated layers of diffusion transformers, and scaled residuals contain such sums.
 
     Example:
         >>> import torch, fxopt
@@ -37,7 +37,7 @@ class FuseMultiplyAdd(Pattern):
         return torch.addcmul(x, y, z)
 
     def refuses(self, x: Node, y: Node, z: Node) -> str | None:
-        """Say why one call would not compute the same."""
+        """Return why one call would not compute the same values."""
         values = [graph.value_of(each) for each in (x, y, z)]
         kinds = {(value.dtype, value.device) for value in values if isinstance(value, Tensor)}
         if len(kinds) > 1 or not all(dtype.is_floating_point for dtype, _ in kinds):

@@ -1,4 +1,4 @@
-"""Functions of torch on parameters become layers, which other passes find."""
+"""Turns functions of torch on parameters into layers, so that other passes find them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FunctionCall:
         value: the input of the layer.
         reads: the nodes that read the tensors, by attribute of the layer.
         layer: the layer, on the meta device.
-        turned: whether it has the transposed weight.
+        turned: whether the layer has the transposed weight.
     """
 
     node: Node
@@ -42,14 +42,14 @@ class FunctionCall:
 
 @dataclasses.dataclass(frozen=True)
 class MakeLayers(ReversibleRewrite[FunctionCall]):
-    """Makes layers of torch.nn of functions that a model calls on its own parameters and buffers.
+    """Turns functions that a model calls on its own parameters and buffers into layers of torch.nn.
 
-    `linear`, `addmm` and `matmul` become `Linear`; convolutions, `batch_norm` with running statistics, `layer_norm`,
-    `group_norm`, `rms_norm` and `embedding` become the layer of that name. Passes that look for layers find them: those of
-    GPT-2, whose `Conv1D` calls `addmm`, and of normalization with a built-in activation.
+    `linear`, `addmm`, `matmul` and `mm` become `Linear`. Convolutions, `batch_norm` with running statistics, `layer_norm`,
+    `group_norm`, `rms_norm` and `embedding` become the layer of that name. Other passes can then find these layers, such as
+    those of GPT-2, whose `Conv1D` calls `addmm`, and those of normalizations with a built-in activation.
 
-    A layer takes the parameters themselves over, or a transposed view of them; undo gives the current ones back. A
-    `BatchNorm` layer follows the training flag of the graph module, which the function did not.
+    A layer gets the parameters themselves, or a transposed view of them; undo restores the current ones. A `BatchNorm` layer
+    follows the training flag of the graph module, which the function did not.
 
     Example:
         >>> import torch
@@ -69,7 +69,7 @@ class MakeLayers(ReversibleRewrite[FunctionCall]):
     preserves_computation = True
 
     def match(self, graph_module: GraphModule) -> Iterator[FunctionCall | Refusal]:
-        """Yield the calls of functions whose weights nothing else reads."""
+        """Yield the calls of functions whose weights no other node reads."""
         index = GraphIndex(graph_module)
         for node in index.nodes:
             call = call_of(node) if node.op in ("call_function", "call_method") else None
@@ -93,7 +93,7 @@ class MakeLayers(ReversibleRewrite[FunctionCall]):
                 yield FunctionCall(node, value, reads, found, function.turned)
 
     def apply(self, rewriter: Rewriter, site: FunctionCall) -> Node:
-        """Put a layer beside the tensors, which it takes over, and call it."""
+        """Add a layer next to the tensors, move the tensors into it, and call it."""
         graph_module, layer = rewriter.graph_module, site.layer
         names = {attribute: str(read.target) for attribute, read in site.reads.items()}
         for attribute, name in names.items():
@@ -106,7 +106,7 @@ class MakeLayers(ReversibleRewrite[FunctionCall]):
             else:
                 parameters_of(layer)[attribute] = nn.Parameter(turned, tensor.requires_grad)
         for name, buffer in buffers_of(layer).items():
-            if buffer is not None and buffer.is_meta:  # the number of batches, which no function counts
+            if buffer is not None and buffer.is_meta:  # the number of batches, which functions do not have
                 buffers_of(layer)[name] = torch.zeros_like(buffer, device=tensor.device)
         parent, _ = submodules.split_path(names["weight"])
         path = submodules.free_path(graph_module, parent, type(layer).__name__.lower())
@@ -125,7 +125,7 @@ class MakeLayers(ReversibleRewrite[FunctionCall]):
 def _layer(
     index: GraphIndex, function: Function, value: Node, reads: Mapping[str, Node], given: Mapping[str, Any]
 ) -> nn.Module | str:
-    """The layer that computes what a call does, on the meta device, or why there is none."""
+    """Make the layer equivalent to a call, on the meta device, or return why there is none."""
     shapes = dict[str, tuple[int, ...]]()
     for attribute, read in reads.items():
         tensor = submodules.find(index.graph_module, str(read.target))
@@ -157,7 +157,7 @@ def _layer(
 def _tensors(
     path: str, kept: Mapping[str, tuple[str, bool]], turned: bool, now: Mapping[str, Any], left: object
 ) -> dict[str, Tensor]:
-    """The current tensors of the layer, under the names that they had."""
+    """Return the current tensors of the layer, under their original names."""
     found = dict[str, Tensor]()
     for attribute, (name, is_parameter) in kept.items():
         tensor = getattr(now[path], attribute)

@@ -1,4 +1,4 @@
-"""Convolutions on the same input become one convolution with more channels."""
+"""Merges convolutions with the same input into one convolution with more channels."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fxopt.passes.merging import Merging
 
 @dataclasses.dataclass(frozen=True)
 class MergeConvs(Merging):
-    """Merges convolutions that take the same input into one, whose channels are sliced.
+    """Merges convolutions with the same input into one, whose output channels are sliced.
 
-    They are `torch.nn.Conv1d`, `2d` or `3d` of one group, with the same kernel size, stride, padding and dilation. For
-    the rest, what `MergeLinears` says of layers, slices and undoing holds here, too.
+    The layers are `torch.nn.Conv1d`, `2d` or `3d` with one group, and with the same kernel size, stride, padding and
+    dilation. For other conditions, slices and undo see `MergeLinears`.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Linear layers on the same input become one larger linear layer."""
+"""Merges linear layers with the same input into one larger linear layer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fxopt.passes.merging import Merging
 
 @dataclasses.dataclass(frozen=True)
 class MergeLinears(Merging):
-    """Merges `torch.nn.Linear` layers that take the same input into one, whose output is sliced.
+    """Merges `torch.nn.Linear` layers with the same input into one, whose output is sliced.
 
-    Layers are merged when they agree in dtype, device, training flag and what requires gradients; a layer
-    without a bias gets zeros for its part of the merged one. Each of the old nodes becomes a slice of the merged
-    output, under its old name. Where the graph returns it or a view of it, it is a copy of the slice, of which callers can
-    make the same views as before. Undoing splits the current weights, so that training, `.half()` or `.to()` in between are
-    kept; it is refused where training has given a bias to a layer that had none.
+    Layers are merged if they agree in dtype, device, training flag and the parameters that require gradients. A layer
+    without a bias gets zeros for its part of the merged bias. Each old node becomes a slice of the merged output, under its
+    old name. If the graph returns the node or a view of it, the slice is copied, so that callers can make the same views as
+    before. Undo splits the current weights, so that training, `.half()` or `.to()` in between are kept. Undo raises
+    `UndoError` if training gave a bias to a layer that had none.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Layers of one kind on the same input become one larger layer: what the passes share that merge."""
+"""The base class of passes that merge layers of one kind with the same input into one larger layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fxopt.torch_internals import parameters_of
 
 @dataclasses.dataclass(frozen=True)
 class LayerGroup:
-    """Calls of layers that read the same value, in graph order; `node` is the first one, and the graph returns those in `returned`."""
+    """Calls of layers with the same input `value`, in graph order; `node` is the first call, and the graph returns `returned`."""
 
     node: Node
     calls: tuple[Node, ...]
@@ -35,12 +35,12 @@ class LayerGroup:
 
 
 class Merging(ReversibleRewrite[LayerGroup]):
-    """A pass that merges layers which take the same input into one; its output is sliced."""
+    """A pass that merges layers with the same input into one layer, whose output is sliced."""
 
     @property
     @abc.abstractmethod
     def layers(self) -> tuple[type[nn.Module], ...]:
-        """The kinds of layers that are merged, each with its own."""
+        """The types of layers to merge; only layers of one type are merged with each other."""
 
     preserves_computation = True
 
@@ -60,7 +60,7 @@ class Merging(ReversibleRewrite[LayerGroup]):
                     yield from _groups(index, value, alike)
 
     def apply(self, rewriter: Rewriter, site: LayerGroup) -> Node:
-        """Put the merged layer before the first call, and slices in the place of the calls."""
+        """Insert the merged layer before the first call, and replace the calls by slices."""
         paths = [str(call.target) for call in site.calls]
         layers: dict[str, Any] = {path: submodules.module_at(rewriter.graph_module, path) for path in paths}
         parent = submodules.common_parent(paths)
@@ -74,7 +74,7 @@ class Merging(ReversibleRewrite[LayerGroup]):
         start, rest = 0, [slice(None)] * (-1 - channel_dimension(merged))
         for call, layer in zip(site.calls, layers.values(), strict=True):
             part = (node, (Ellipsis, slice(start, start + _width(layer)), *rest))
-            if call in site.returned:  # a slice has other strides, so that callers could not `view` it
+            if call in site.returned:  # callers could not `view` a slice, because its strides differ
                 sliced = rewriter.create("call_function", operator.getitem, part, before=call)
                 rewriter.set(call, op="call_method", target="clone", args=(sliced,), kwargs={})
             else:
@@ -84,7 +84,7 @@ class Merging(ReversibleRewrite[LayerGroup]):
 
 
 def _obstacle(index: GraphIndex, call: Node) -> str | None:
-    """Why the output of a layer cannot be a slice; None if it can."""
+    """Return why the output of a layer cannot be a slice; None if it can."""
     layer: Any = index.module(call)
     if getattr(layer, "groups", 1) != 1:
         return f"it has {layer.groups} groups, of which each would take other channels"
@@ -95,7 +95,7 @@ def _obstacle(index: GraphIndex, call: Node) -> str | None:
 
 
 def _groups(index: GraphIndex, value: Node, calls: list[Node]) -> Iterator[LayerGroup | Refusal]:
-    """Runs of layers of one kind, between which nothing writes into their input."""
+    """Yield runs of layers of one kind, in which no node between the calls writes into their input."""
     alone = "no layer that it can be merged with: the others on the same input differ in dtype, device, gradients, training flag or options, or cannot be merged"
     write = index.memory.write_between(calls[0], calls[-1], value)
     if write:
@@ -108,9 +108,9 @@ def _groups(index: GraphIndex, value: Node, calls: list[Node]) -> Iterator[Layer
 
 
 def _kind(layer: nn.Module) -> object:
-    """The facts in which layers must agree, so that one parameter can hold the weights of all, and come apart again."""
+    """The facts in which layers must agree, so that one parameter can contain the weights of all and be split again."""
     weight, bias = submodules.weight_of(layer), parameters_of(layer)["bias"]
-    trains = layer.training and weight.requires_grad  # would give a bias to a layer that has none
+    trains = layer.training and weight.requires_grad  # would change the zeros of a layer without a bias
     like = weight if bias is None and not trains else bias
     facts = [None if p is None else (p.dtype, p.device, p.requires_grad) for p in (weight, like)]
     options = [getattr(layer, name, None) for name in ("stride", "padding", "dilation", "padding_mode")]
@@ -119,7 +119,7 @@ def _kind(layer: nn.Module) -> object:
 
 
 def _merged(layers: Sequence[nn.Module]) -> nn.Module:
-    """One layer whose rows are those of `layers`, one after the other."""
+    """Make one layer whose rows are those of `layers`, one after the other."""
     merged, sizes = submodules.without_tensors(layers[0]), [_width(layer) for layer in layers]
     setattr(merged, _width_name(merged), sum(sizes))
     for name in parameters_of(merged):
@@ -136,14 +136,14 @@ def _width_name(layer: nn.Module) -> str:
 
 
 def _width(layer: nn.Module) -> int:
-    """The number of channels that a layer gives."""
+    """The number of output channels of a layer."""
     return int(getattr(layer, _width_name(layer)))
 
 
 def _split(
     shells: Mapping[str, nn.Module], layouts: Mapping[str, Any], now: Mapping[str, Any], left: object
 ) -> dict[str, nn.Module]:
-    """The inverse of `_merged`, with the current weights."""
+    """Split the merged layer into the original layers, with the current weights."""
     (merged,) = now.values()
     layers: dict[str, nn.Module] = {path: submodules.without_tensors(each) for path, each in shells.items()}
     sizes = [_width(shell) for shell in shells.values()]

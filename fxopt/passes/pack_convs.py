@@ -1,4 +1,4 @@
-"""Convolutions compute with packed weights and in channels_last."""
+"""Makes convolutions compute with packed weights and in channels_last."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fxopt.tuning import MARGIN, PLAIN, copying
 
 @dataclasses.dataclass(frozen=True)
 class ConvRegion:
-    """A region of convolutions, and the kernel of each; `node` is the first of them."""
+    """A region of convolutions, and the kernel of each; `node` is the first convolution."""
 
     node: Node
     region: Region
@@ -31,18 +31,19 @@ class ConvRegion:
 
 @dataclasses.dataclass(frozen=True)
 class PackConvs(ReversibleRewrite[ConvRegion]):
-    """Gives `torch.nn.Conv1d` and `torch.nn.Conv2d` layers on the CPU kernels that work in channels_last: oneDNN's, or a product of matrices for 1 x 1.
+    """Gives `torch.nn.Conv1d` and `torch.nn.Conv2d` layers on the CPU packed kernels that compute in channels_last.
 
-    Convolutions that only layout-keeping operators (activations, additions, pooling, normalization) stand between stay in channels_last
-    from the first to the last. What leaves such a region is copied to the layout that it had before, unless nothing behind depends on
-    the layout. So views, and what the graph returns, are as before for images in the captured layout.
+    The kernels are those of oneDNN, or a matrix product for 1 x 1. Convolutions form a region if only operators that keep the
+    layout (activations, additions, pooling, normalization) connect them. The whole region computes in channels_last. Its
+    outputs are copied to their previous layout, unless no later node depends on the layout. So for images in the captured
+    layout, views and outputs of the graph have the same strides as before.
 
-    With `tune=True`, each distinct shape is timed once, and a region is rewritten where its layers are faster together, the copies at
-    its borders counted. oneDNN's kernel holds the weight twice; see `PackLinears` for what a packed layer follows.
+    With `tune=True`, each distinct shape is timed once, and a region is packed if its layers together are faster, including
+    the copies at its borders. oneDNN's kernel stores the weight twice; `PackLinears` describes packed layers.
 
     Args:
-        tune: measure, and leave regions alone that are not faster. Else every region is packed; with `"known"`, but for
-            layers that earlier measurements on this machine found slower.
+        tune: `True` measures, and skips regions that are not faster. `False` packs every region. `"known"` measures nothing,
+            and skips layers that earlier measurements on this machine found slower.
 
     Example:
         >>> import torch, fxopt
@@ -60,7 +61,7 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
     preserves_computation = True
 
     def match(self, graph_module: GraphModule) -> Iterator[ConvRegion | Refusal]:
-        """Yield the regions that can be in channels_last."""
+        """Yield the regions that can compute in channels_last."""
         index, kernels = GraphIndex(graph_module), dict[Node, str]()
         seconds = dict[Node, Mapping[str, float]]()
         ranks: dict[type[nn.Module], int] = {nn.Conv1d: 3, nn.Conv2d: 4}
@@ -74,7 +75,7 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
                 yield Refusal(node, "the module is called more than once, or has several names")
             elif found.shape and len(found.shape) != ranks[kind]:
                 yield Refusal(node, "its input has no batch dimension")
-            elif found.kernel or found.seconds:  # a slower one may be worth it between others
+            elif found.kernel or found.seconds:  # a slower kernel between others may save copies
                 kernels[node] = found.kernel or min({*found.seconds} - {PLAIN}, key=found.seconds.__getitem__)
                 seconds[node] = found.seconds
             else:
@@ -89,7 +90,7 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
                 yield ConvRegion(region.convs[0], region, tuple(kernels[node] for node in region.convs))
 
     def apply(self, rewriter: Rewriter, site: ConvRegion) -> list[Node]:
-        """Put packed layers in the place of the old ones, and copies at the borders."""
+        """Replace the layers by packed ones, and insert copies at the borders."""
         for node, kernel in zip(site.region.convs, site.kernels, strict=True):
             shape = graph.shape_of(node.all_input_nodes[0])
             assert shape is not None
@@ -109,7 +110,7 @@ class PackConvs(ReversibleRewrite[ConvRegion]):
 def _slower(
     region: Region, kernels: Mapping[Node, str], seconds: Mapping[Node, Mapping[str, float]]
 ) -> str | None:
-    """Why a region is not faster with packed layers, by the times of its layers and of the copies at its borders."""
+    """Return why a region is not faster with packed layers, including the copies at its borders; None if it is."""
     plain = sum(seconds[node][PLAIN] for node in region.convs)
     packed = sum(seconds[node][kernels[node]] for node in region.convs)
     copied = [value for value, _ in region.borders if is_contiguous(value)]

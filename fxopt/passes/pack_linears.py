@@ -1,4 +1,4 @@
-"""Linear layers compute with a weight that is packed for the processor."""
+"""Makes linear layers compute with a weight that is packed for the processor."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from fxopt.packing import PackingLinears
 
 @dataclasses.dataclass(frozen=True)
 class PackLinears(PackingLinears):
-    """Gives `torch.nn.Linear` layers on the CPU a kernel with packed weights: oneDNN's, or MKL's where that is missing.
+    """Gives `torch.nn.Linear` layers on the CPU a kernel with packed weights: oneDNN's, or MKL's if that is missing.
 
-    Which kernel is the fastest depends on the shape and the processor. With `tune=True`, each distinct shape is timed
-    once with each kernel, torch's own among them, which takes some 0.1 s; the fastest one is taken, and the times
-    are kept in a file for later processes (`fxopt.tuning`). A packed layer holds its weight twice. It has the parameters of the old layer, so that `state_dict` is the same and tied weights stay tied; it follows
-    changes of them, and computes as before where gradients are recorded, under autocast and on other devices.
-    It differs from the old layer by rounding errors: kernels add up in another order.
+    The fastest kernel depends on the shape and the processor. With `tune=True`, each distinct shape is timed once with each
+    kernel, including torch's own, which takes some 0.1 s. The pass chooses the fastest kernel, and a file caches the times
+    for later processes (`fxopt.tuning`). A packed layer stores its weight twice. It has the parameters of the old layer, so
+    `state_dict` is the same and tied weights stay tied. It packs again after changes of the weight, and computes as before
+    if gradients are recorded, under autocast and on other devices. Its outputs differ from those of the old layer by
+    rounding errors, because kernels sum in another order.
 
     Args:
-        tune: measure, and leave alone what torch's own kernel computes as fast. Else every layer is packed; with `"known"`, but for what
-            earlier measurements on this machine found slower.
-        alone: leave out kernels that need the weight beside the packed one, as MKL's.
+        tune: `True` measures, and skips layers for which torch's own kernel is as fast. `False` packs every layer. `"known"`
+            measures nothing, and skips layers that earlier measurements on this machine found slower.
+        alone: whether to leave out kernels that need the plain weight in addition to the packed one, such as MKL's.
 
     Example:
         >>> import torch, fxopt

@@ -1,4 +1,4 @@
-"""Linear layers compute products of int8."""
+"""Makes linear layers compute with weights, and mostly inputs, in int8."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from fxopt.packing import PackingLinears
 class QuantizeLinears(PackingLinears):
     """Gives `torch.nn.Linear` layers on the CPU a kernel with weights and inputs in int8.
 
-    Each row of the weight has a scale, and so has each row of an input, which a call computes: the result of one row does
-    not depend on the others. A layer that is packed for one row computes a single row by another kernel, which rounds otherwise. Processors for which oneDNN has no code for products of int8 (AVX512-VNNI, AMX) round the weight alone, and compute in
-    bfloat16. A layer keeps its weight beside the rounded one, so that undoing is exact; for what else it keeps and follows
-    see `PackLinears`.
+    Each row of the weight has a scale. Each row of an input has a scale, too, which the call computes, so the result of a row
+    does not depend on other rows. A layer that is packed for one row uses another kernel for a single row, with other
+    rounding. On processors for which oneDNN has no code for products of int8 (AVX512-VNNI, AMX), only the weight is rounded,
+    and the layer computes in bfloat16. A layer keeps the plain weight, too, so that undo is exact. `PackLinears` describes
+    packed layers.
 
     Args:
-        tune: measure, and leave alone what another kernel computes as fast. Else every layer is quantized; with `"known"`, but
-            for what earlier measurements on this machine found slower.
+        tune: `True` measures, and skips layers for which an exact kernel is as fast. `False` quantizes every layer. `"known"`
+            measures nothing, and skips layers that earlier measurements on this machine found slower.
 
     Source: Dettmers et al., LLM.int8(), 2022, arXiv:2208.07339, sections 2.1 and 3.1 (absmax quantization by rows).
 

@@ -1,4 +1,4 @@
-"""Copies into torch's default layout go where nothing behind them depends on the layout."""
+"""Removes copies into torch's default layout if no later node depends on the layout."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _READING = ("reshape", "flatten", "contiguous")
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """A value, the steps that lead to it, last first, and what it holds in the same order and shape before them.
+    """A value that is a copy of an earlier value, in the same order and shape.
 
     Attributes:
         node: the value.
-        steps: the steps.
-        source: what it holds, in other memory.
-        turned: the values behind it that get other strides or become views, with their descriptions.
+        steps: the nodes that copy and reshape `source` into the value, last first.
+        source: the earlier value, with the same elements in other memory.
+        turned: later values that get other strides or become views, with their new fake tensors.
     """
 
     node: Node
@@ -41,12 +41,11 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True)
 class RemoveCopies(ReversibleRewrite[Copy]):
-    """Removes `contiguous()`, and reshapes there and back, where all that follows is as it was with other strides.
+    """Removes `contiguous()`, and reshapes there and back, if later nodes give the same results for other strides.
 
-    That is attention, which reads any layout, and a `reshape` or `flatten` that gives the same strides as before, with
-    transpositions on the way to it. The values are the same; only copies are fewer. Models that write attention out with
-    `bmm` make five copies in each layer that one call of `scaled_dot_product_attention` does not need: apply this pass after
-    `FuseAttention`.
+    Such nodes are attention, which reads any layout, and a `reshape` or `flatten` whose output has the same strides as
+    before, with transpositions before it. The values do not change. Models that write attention out with `bmm` make five
+    copies in each layer that one call of `scaled_dot_product_attention` does not need: apply this pass after `FuseAttention`.
 
     Example:
         >>> import fxopt, torch
@@ -63,10 +62,10 @@ class RemoveCopies(ReversibleRewrite[Copy]):
     preserves_computation = True
 
     def match(self, graph_module: GraphModule) -> Iterator[Copy | Refusal]:
-        """Yield the values that are copies in another layout of what they are made of."""
+        """Yield the values that are copies of an earlier value in another layout."""
         index, taken, values = GraphIndex(graph_module), set[Node](), dict[Node, Tensor]()
         if index.guard is None:
-            return  # without it, sizes that are written alike may be others in a later run
+            return  # without a guard, equal expressions for sizes may differ in a later run
         for node in reversed(index.nodes):
             copy = None if node in taken else _copy(node)
             if copy is None:
@@ -84,23 +83,23 @@ class RemoveCopies(ReversibleRewrite[Copy]):
                 yield dataclasses.replace(copy, turned={n: v for n, v in found.items() if n is not node})
 
     def apply(self, rewriter: Rewriter, site: Copy) -> Node:
-        """Give the source to the users of the copy."""
+        """Redirect the users of the copy to the source."""
         rewriter.replace_uses(site.node, site.source)
         for step in site.steps:
             if not step.users:
                 rewriter.erase(step)
         for node, value in site.turned.items():
-            if not is_erased(node):  # as a step of another copy
+            if not is_erased(node):  # it may have been a step of another copy
                 rewriter.set(node, val=value)
         return site.source
 
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Copy]) -> bool:
-        """Tell whether there may be others: behind an attention whose copies are gone, its inputs can have other strides."""
+        """Return True: after an attention without copies, its inputs may have other strides, too."""
         return True
 
 
 def _copy(node: Node) -> Copy | None:
-    """The longest way back from a value to one of the same shape, if it makes a copy."""
+    """Follow a value back to the earliest value of the same shape, if a copy is made in between; otherwise None."""
     steps, found, value = list[Node](), None, node
     while Fact.RESHAPES in facts_of(value) and _is_plain(value):
         steps.append(value)
@@ -113,9 +112,9 @@ def _copy(node: Node) -> Copy | None:
 
 
 def _is_plain(node: Node) -> bool:
-    """Tell whether a node reshapes its first argument, and that alone, in every run.
+    """Tell whether a node only reshapes its first argument, in every run.
 
-    `view` may change the dtype, and `squeeze` drops a free size where it is 1.
+    `view` may change the dtype, and `squeeze` drops a free size if it is 1.
     """
     if name_of(node) == "squeeze":
         return False
@@ -132,8 +131,8 @@ def _alike(left: Node, right: Node) -> bool:
 
 
 def _obstacle(index: GraphIndex, copy: Copy) -> str | None:
-    """Why a copy has to stay."""
-    writer = index.memory.written(copy.node)  # or into the source, of which it may be a view
+    """Return why a copy has to stay; None if it can be removed."""
+    writer = index.memory.written(copy.node)  # also into the source: the copy may be a view
     if writer:
         return f"{writer.name} may write into {copy.node.name}"
     if index.memory.is_returned(copy.node):
@@ -144,17 +143,17 @@ def _obstacle(index: GraphIndex, copy: Copy) -> str | None:
 def _turned(
     index: GraphIndex, node: Node, value: Tensor, values: Mapping[Node, Tensor], read: set[Node]
 ) -> dict[Node, Tensor] | str:
-    """Follow a value with other strides to where the strides are those of before.
+    """Follow a value with other strides to the later nodes whose strides do not change.
 
     Args:
-        index: the graph.
-        node: what gets other strides.
-        value: its description with these.
-        values: all values that get other strides besides.
-        read: takes the values that were copies and may become views.
+        index: index of the graph.
+        node: the value that gets other strides.
+        value: its fake tensor with the new strides.
+        values: other values that get other strides, with their fake tensors.
+        read: set to which values are added that were copies and may become views.
 
     Returns:
-        All values behind it with other strides or other memory; or what depends on the strides.
+        The value and all later values with other strides or other memory, or a reason if a node depends on the strides.
     """
     values, turned = {**values, node: value}, {node: value}
     for user in node.users:
@@ -165,7 +164,7 @@ def _turned(
             return f"{user.name} reads the numbers of a row one after the other"
         try:
             found = value_with(user, None, values)
-        except RuntimeError:  # whether it is a view depends on a size that no input tells
+        except RuntimeError:  # a size that depends on values decides whether the result is a view
             return f"{user.name} may depend on its strides"
         changes = str(found.stride()) != str(graph.value_of(user).stride())
         if name in _READING:
@@ -189,7 +188,7 @@ def _turned(
 
 
 def _layouts(value: Tensor) -> list[Tensor]:
-    """The layouts that kernels of attention give their output: none is the right one for all kernels."""
+    """The possible layouts of the output of attention, which depend on the kernel."""
     batch, heads, rows, columns = value.shape
     turned = graph.like(value, (batch, rows, heads, columns)).transpose(1, 2)
     return [value, graph.like(value, value.shape), turned]

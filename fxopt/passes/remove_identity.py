@@ -1,4 +1,4 @@
-"""Operators that give back what they take go."""
+"""Removes operators that return their input unchanged."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from fxopt.rewriting.rewriter import Rewriter
 class RemoveIdentity(ReversibleRewrite[Node]):
     """Removes `nn.Identity`, inactive dropout, and views, casts and copies that change nothing.
 
-    A view is removed where it has the shape of its input, in a graph that checks the sizes of its inputs, as those of
-    `fxopt.trace` do. A move to another device stays, and what depends on strides. A cast that changes nothing still says in
-    which precision the model wants to compute: apply `ChangePrecision` before this pass, not after it.
+    A view is removed if it has the shape of its input, in a graph that checks the sizes of its inputs, as those of
+    `fxopt.trace` do. Moves to another device stay, and so do nodes that depend on strides. A cast that changes nothing still
+    shows the precision in which the model wants to compute: apply `ChangePrecision` before this pass, not after it.
 
     Example:
         >>> import torch
@@ -39,14 +39,14 @@ class RemoveIdentity(ReversibleRewrite[Node]):
     preserves_computation = True
 
     def match(self, graph_module: GraphModule) -> Iterator[Node | Refusal]:
-        """Yield the nodes that give back what they take."""
+        """Yield the nodes that return their input unchanged."""
         index = GraphIndex(graph_module)
         for node in index.nodes:
             module = index.called(node)
             facts = facts_of(node, module)
             candidate = Fact.VIEW in facts or graph.function_name(node) == "pad"
             if not candidate or node.all_input_nodes[:1] != [graph.first_argument(node)]:
-                continue  # `nn.Identity` takes anything: tuples, dicts, None
+                continue  # `nn.Identity` accepts anything: tuples, dicts, None
             if Fact.RANDOM in facts and not index.memory.is_pure(node):
                 yield Refusal(node, "it is active: the model is in training mode, or it works in place")
             elif _gives_back(index, node, module, facts) and index.memory.is_pure(node):
@@ -75,24 +75,25 @@ def _obstacle(index: GraphIndex, node: Node, module: nn.Module | None) -> str | 
     views = module is None and not copies and Fact.RANDOM not in facts_of(node) and not _may_be_itself(node)
     if views and index.memory.is_returned(node) and not _is_made_here(index, source):
         return "the graph returns it, which is a view of an input or weight"
-    # Autograd treats a write into a view otherwise.
+    # Autograd treats a write into a view differently.
     writer = index.memory.written(node) or (index.memory.written(source) if copies else None)
     if writer:
         return f"{writer.name} may write into it"
     if index.graph_module.graph.output_node() in source.users.keys() & node.users.keys():
         return f"the graph returns it beside {source.name}"
-    # A view without gradients has none; a parameter, and what is in a container, is older than the node that reads it.
+    # Under `no_grad`, a view has no gradients, so no mode may change between the value and the view. A parameter, or a
+    # tensor in a container, is older than the node that reads it.
     older = not (source.all_input_nodes and isinstance(graph.value_of(source.all_input_nodes[0]), Tensor))
     return index.memory.write_between(index.guard or index.nodes[0] if older else source, node)
 
 
 def _may_be_itself(node: Node) -> bool:
-    """Tell whether a call gives its input itself, where it changes nothing, and no view of it."""
+    """Tell whether a call that changes nothing returns its input itself, and not a view of it."""
     return graph.function_name(node) in (*CASTS, "contiguous")
 
 
 def _is_made_here(index: GraphIndex, value: Node) -> bool:
-    """Tell whether the memory of a value is neither that of an input nor of a weight."""
+    """Tell whether a value shares no memory with an input or a weight."""
     return not any(each.op in ("placeholder", "get_attr") for each in index.memory.aliases(value))
 
 
@@ -112,10 +113,10 @@ def _gives_back(index: GraphIndex, node: Node, module: nn.Module | None, facts: 
     if name in CASTS:
         return value.dtype == taken.dtype and all(isinstance(option, torch.dtype) for option in options)
     if reads_bits(node):
-        return False  # also where the dtype is the same, it has no gradients
-    # Of the same shape these are the same, whatever the strides; free sizes are the same where they are written alike.
+        return False  # even for the same dtype, `view(dtype)` has no gradients
+    # With the same shape, the value is the same, whatever the strides. Free sizes are equal if their expressions are.
     same = value.dtype == taken.dtype and str(value.shape) == str(taken.shape) and index.guard is not None
-    # `squeeze` also drops a free size where it is 1 in a later run.
+    # `squeeze` also drops a free size that is 1 in a later run.
     reshapes = name != "squeeze" and (Fact.RESHAPES in facts_of(node) or name == "expand")
     return same and (reshapes or (name == "getitem" and _takes_all(node.args[1])))
 

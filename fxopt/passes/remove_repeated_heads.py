@@ -1,4 +1,4 @@
-"""Attention takes its key and value heads as they are, not as copies for each head of the queries."""
+"""Removes the copies of key and value heads that attention does not need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fxopt.rewriting.spelling import call_of
 
 @dataclasses.dataclass(frozen=True)
 class RepeatedHeads:
-    """A call of `scaled_dot_product_attention`, and the steps that repeat the heads of its keys and of its values."""
+    """A call of `scaled_dot_product_attention`, and the steps that repeat the heads of its keys and values."""
 
     node: Node
     keys: tuple[Node, ...]
@@ -30,11 +30,11 @@ class RepeatedHeads:
 
 @dataclasses.dataclass(frozen=True)
 class RemoveRepeatedHeads(ReversibleRewrite[RepeatedHeads]):
-    """Removes copies of key and value heads in front of `scaled_dot_product_attention`, which takes groups of heads itself.
+    """Removes copies of key and value heads before `scaled_dot_product_attention`, which supports groups of heads.
 
-    Copies are made by `repeat_kv` of transformers and the like: `x[:, :, None].expand(...).reshape(...)`. Without them the call
-    has `enable_gqa=True`. Its kernel on the CPU then computes the same, bit for bit, and reads less memory. On other devices
-    some kernels take no groups: these sites are refused.
+    `repeat_kv` of transformers and similar functions make such copies: `x[:, :, None].expand(...).reshape(...)`. Without the
+    copies the call gets `enable_gqa=True`. On the CPU its kernel then computes the same values, bit for bit, and reads less
+    memory. On other devices some kernels do not support groups: these sites are refused.
 
     Example:
         >>> import fxopt, torch
@@ -65,7 +65,7 @@ class RemoveRepeatedHeads(ReversibleRewrite[RepeatedHeads]):
             yield Refusal(node, reason) if reason else site
 
     def apply(self, rewriter: Rewriter, site: RepeatedHeads) -> Node:
-        """Give the call what is repeated, and erase the steps."""
+        """Pass the original heads to the call, and erase the steps that repeat them."""
         node = site.node
         for steps in (site.keys, site.values):
             rewriter.replace_input(node, steps[-1], steps[0].all_input_nodes[0])
@@ -77,7 +77,7 @@ class RemoveRepeatedHeads(ReversibleRewrite[RepeatedHeads]):
 
 
 def _repeating(node: Any) -> tuple[Node, ...]:
-    """The steps that copy each head of (batch, heads, length, width) several times, in order; none where it is not so made."""
+    """The steps that repeat each head of (batch, heads, length, width), in order; empty if `node` is not made this way."""
     steps: list[Node] = []
     for names in (("reshape", "flatten", "view"), ("expand",), ("unsqueeze", "getitem")):
         if not isinstance(node, Node) or name_of(node) not in names:
@@ -88,13 +88,13 @@ def _repeating(node: Any) -> tuple[Node, ...]:
     if len(heads) != 4 or len(copied) != 5 or not _only_slices(steps[0]):
         return ()
     batch, count, *rest = heads
-    # None of the operators changes the order of elements, so that the shapes tell what they do.
+    # These operators keep the order of elements, so the shapes determine what they compute.
     fits = alike(grouped, (batch, count, 1, *rest)) and alike(copied, (batch, count, copied[2], *rest))
     return tuple(steps) if fits and alike(flat, (batch, count * copied[2], *rest)) else ()
 
 
 def _only_slices(node: Node) -> bool:
-    """Tell whether a node leaves out, at most, what its shape tells, and changes no order as an index may."""
+    """Tell whether a node takes only slices, so that the order of elements does not change."""
     keys = node.args[1] if isinstance(node.args[1], tuple) else node.args[1:]
     return name_of(node) != "getitem" or all(
         key in (None, Ellipsis) or isinstance(key, slice) for key in keys

@@ -1,4 +1,4 @@
-"""One activation function in the place of another: GELU in its tanh form, or any other pair."""
+"""Replaces one activation function by another: by default, GELU by its tanh form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fxopt.submodules import module_at
 
 @dataclasses.dataclass(frozen=True)
 class ActivationCalls:
-    """All calls of an activation module with its names, or one call of a function or method; `node` is the first."""
+    """All calls and names of an activation module, or one call of a function or method; `node` is the first call."""
 
     node: Node
     calls: tuple[Node, ...]
@@ -34,15 +34,14 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
     """Replaces an activation function wherever it is called: as a module, a function or a method.
 
     Args:
-        source: the activation to replace: a name out of `ACTIVATIONS`, or a type of module, which must be
-            matched exactly.
-        target: what takes its place: a name, or a type of module that can be made without arguments.
+        source: the activation to replace: a name in `ACTIVATIONS`, or a type of module; modules of subclasses do
+            not match.
+        target: the new activation: a name, or a type of module that can be made without arguments.
 
     By default exact GELU becomes `0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`, which is faster and
     differs by less than 5e-4 in absolute value.
 
-    Undo it before the graph is traced again: a function in a new trace tells nothing of what it was, so that
-    undoing there leaves it as it is.
+    Undo before you trace the graph again: a new trace contains only the new activation, which undo does not change.
 
     Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016, arXiv:1606.08415.
 
@@ -79,7 +78,7 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
 
     @property
     def tolerance(self) -> float | None:  # type: ignore[override]
-        """1e-3 between the two forms of GELU; none between other activations, which differ as much as they differ."""
+        """1e-3 between the two forms of GELU; none between other activations, whose difference has no bound."""
         return 1e-3 if {self.source, self.target} == {"gelu", "gelu_tanh"} else None
 
     def match(self, graph_module: GraphModule) -> Iterator[ActivationCalls | Refusal]:
@@ -90,7 +89,7 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
             module = index.module(node)
             calls, reason = index.call_sites(module), index.inexact(node, source.module)
             if reason is None:
-                made = signature in provenance(module)  # that may be of the source's type, too
+                made = signature in provenance(module)  # a replacement may have the type of the source
                 if made or node is not calls[0] or (like and not same_activation(module, like)):
                     continue
                 reason = index.obstacle_everywhere(module)
@@ -102,7 +101,7 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
                 yield Refusal(node, "it writes into its input") if writes else ActivationCalls(node, (node,))
 
     def apply(self, rewriter: Rewriter, site: ActivationCalls) -> tuple[Node, ...]:
-        """Put the new activation in the place of the old one."""
+        """Replace the old activation by the new one."""
         graph_module, node, target = rewriter.graph_module, site.node, _activation(self.target)
         called: dict[str, Any] = {"op": "call_function", "target": target.function, "kwargs": target.options}
         if site.paths:
@@ -120,5 +119,5 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
 
 
 def _activation(choice: str | type[nn.Module]) -> Activation:
-    """The activation of a name, or of a type of module, for which there is no function."""
+    """The activation of a name, or of a type of module; the latter has no function."""
     return ACTIVATIONS[choice] if isinstance(choice, str) else Activation(choice, None)

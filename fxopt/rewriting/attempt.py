@@ -1,4 +1,4 @@
-"""Code of a pass being tried: how all that it changed is taken back after an error, and checks of its results."""
+"""One application of a pass: roll back after an error, and checks of the results of its methods."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fxopt.rewriting.record import MARKS, Step, marked_nodes, orders_of, set_ste
 from fxopt.rewriting.snapshot import Snapshot, Writes
 
 Applied = tuple[GraphModule, Callable[[], None]]
-"""The result of a transformation, and a function that takes it back as long as nothing else has happened."""
+"""The result of a transformation, and a function that rolls it back, valid until something else changes the result."""
 
 
 class Attempt:
-    """Runs code of a pass; after an error in its `with` block the graph module is as it was before.
+    """A `with` block for the code of a pass; an error in the block rolls the graph module back.
 
     Attributes:
-        snapshot: the graph module as it was before.
-        fingerprint: its fingerprint.
-        written: the tensors of the graph module that were written in place, by name, each with its values of before.
+        snapshot: the graph module before the block.
+        fingerprint: the fingerprint of the graph module before the block.
+        written: the tensors of the graph module that were written in place, by name, each with a copy of its earlier values.
     """
 
     def __init__(self, pass_: Any, graph_module: GraphModule, method: str = "transform") -> None:
@@ -50,14 +50,14 @@ class Attempt:
             error.add_note(f"raised by {self._pass!r} in {self._method}()")
 
     def take_back(self) -> None:
-        """Bring the graph module back; its nodes are copies of those that it had where they were erased."""
+        """Roll the graph module back; erased nodes come back as copies."""
         self.snapshot.put_back()
         with torch.no_grad():
             for tensor, values in self.written.values():
                 tensor.copy_(values)
 
     def check(self, result: object) -> None:
-        """Raise a PassError if this is no graph module, or not what the pass promises."""
+        """Raise a PassError if `result` is not a graph module, or the pass changed its signature or broke its promise."""
         where = f"{type(self._pass).__name__}.{self._method}"
         if not isinstance(result, GraphModule):
             raise PassError(f"{where} returned {type(result).__name__}; it has to return the graph module")
@@ -81,10 +81,10 @@ class Attempt:
         """Add the application to the history, if it changed something.
 
         Args:
-            result: what it gave.
-            edits: what it changed, as data.
-            marked: the nodes that it marked; by default, those with its mark that had none before.
-            orders: the orders of the record; by default, as they are.
+            result: the graph module that the application returned.
+            edits: its changes, as data.
+            marked: the nodes that it marked; by default, those with the mark of the pass that did not have it before.
+            orders: the new orders of the record; by default, the orders stay.
             facts: other fields of the step.
         """
         standing, inner = self.standing(result)
@@ -96,7 +96,7 @@ class Attempt:
             ]
         after, data = fingerprint(result), [*edits]
         if self.written or (after != self.fingerprint and not edits):
-            data.append(Swapped({}, None, False))  # more than is known
+            data.append(Swapped({}, None, False))  # stands for changes that are not described
         if data or marked or inner:
             facts = {"sites": len(marked) or 1, "before": self.fingerprint, "after": after, **facts}
             step = Step(
@@ -111,16 +111,16 @@ class Attempt:
         set_steps(result, standing, orders or orders_of(result) or self.snapshot.orders)
 
     def standing(self, result: GraphModule) -> tuple[list[Step], list[Step]]:
-        """The steps in the record of the result: those of before, and those that were applied inside."""
+        """The steps in the record of the result: those from before the block, and those applied inside it."""
         present = steps_of(result) or steps_of(self.snapshot.graph_module)
         earlier = {step.key for step in self.snapshot.steps}
         return [s for s in present if s.key in earlier], [s for s in present if s.key not in earlier]
 
 
 def check_promise(pass_: Any, result: GraphModule, steps: Sequence[Step]) -> None:
-    """Raise a PassError that names the pass, and those before it, if the result is not what it `ensures`."""
+    """Raise a PassError that names the pass, and the steps before it, if the result breaks what the pass `ensures`."""
     reason = pass_.ensures(result)
-    if not isinstance(reason, str | None):  # False would say that nothing is wrong
+    if not isinstance(reason, str | None):  # False would count as no fault
         raise PassError(
             f"ensures of {pass_!r} returned {reason!r}: it has to return a text that says what is wrong, or None"
         )
@@ -145,7 +145,7 @@ def check_log(pass_: Any, snapshot: Snapshot, log: Sequence[Edit]) -> None:
 
 
 def found_by(pass_: Any, graph_module: GraphModule) -> list[Any]:
-    """All that `match` yields; raise a PassError for what is no node, site or refusal."""
+    """List all that `match` yields; raise a PassError if something is not a node, site or refusal."""
     matched = pass_.match(graph_module)
     found = list(matched) if isinstance(matched, Iterable) else [matched]
     wrong = [type(each).__name__ for each in found if not isinstance(getattr(each, "node", each), Node)]
@@ -157,7 +157,7 @@ def found_by(pass_: Any, graph_module: GraphModule) -> list[Any]:
 
 
 def nodes_of(pass_: Any, made: Any) -> list[Node]:
-    """The nodes that `apply` returned; PassError if that is anything else."""
+    """List the nodes that `apply` returned; raise a PassError if it returned anything else."""
     nodes = made if isinstance(made, Iterable) and not isinstance(made, str) else [made]
     found = [each for each in nodes if each is not None]
     wrong = next((type(each).__name__ for each in found if not isinstance(each, Node)), None)

@@ -1,4 +1,4 @@
-"""A pass at some of its sites alone."""
+"""A pass restricted to some of its sites."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fxopt.rewriting.rewriter import Rewriter
 
 @dataclasses.dataclass(frozen=True)
 class AtSites(ReversibleRewrite[Any]):
-    """Another pass, at those of its sites alone that certain nodes stand for.
+    """Another pass, restricted to the sites of certain nodes.
 
     Attributes:
         rewrite: the pass.
-        nodes: the names of the nodes, as `explain` lists them.
+        nodes: the names of the nodes of the chosen sites, as `explain` lists them.
 
     Example:
         >>> import torch
@@ -35,24 +35,24 @@ class AtSites(ReversibleRewrite[Any]):
 
     @property
     def preserves_computation(self) -> bool:  # type: ignore[override]
-        """As the pass says."""
+        """The flag `preserves_computation` of the pass."""
         return self.rewrite.preserves_computation
 
     @property
     def reversible(self) -> bool:  # type: ignore[override]
-        """As the pass says."""
+        """The flag `reversible` of the pass."""
         return self.rewrite.reversible
 
     def match(self, graph_module: GraphModule) -> Iterator[Any]:
-        """Yield the sites of the pass that are among the chosen ones, and all its refusals."""
+        """Yield the chosen sites of the pass, and all its refusals."""
         for found in self.rewrite.match(graph_module):
             if isinstance(found, Refusal) or node_of(found).name in self.nodes:
                 yield found
 
     def apply(self, rewriter: Rewriter, site: Any) -> Any:
-        """Rewrite a site as the pass does."""
+        """Rewrite a site by `apply` of the pass."""
         return self.rewrite.apply(rewriter, site)
 
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Node]) -> bool:
-        """As the pass says."""
+        """Tell whether the pass opens new sites."""
         return self.rewrite.opens_sites(graph_module, sites)

@@ -1,4 +1,4 @@
-"""Transformations that consist of others, and the two that change nothing: a copy, and generating the code."""
+"""Compositions of transformations, and two transformations that change no node: `DeepCopy` and `LintAndRecompile`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fxopt.rewriting.verification import Verify
 def compose(*args: Transformation, inplace: bool = True) -> Composition:
     """Chain transformations into one; the graph is linted and recompiled once, at the end.
 
-    The composition preserves the computation if all its parts do. It is reversible if all are: its reverse undoes
-    what it applied itself, in reverse order, and nothing else.
+    The composition preserves the computation if all its parts do. It is reversible if all its parts are: `reverse=True`
+    undoes only the steps that the composition applied, the last one first.
 
     Args:
         args: the transformations, in the order in which they are applied; compositions may be nested.
-        inplace: `False` transforms a deep copy and leaves the given module as it is.
+        inplace: `False` transforms a deep copy; the given module stays unchanged.
 
     Returns:
         The composition; a `ReversibleTransformation` if all parts are.
@@ -77,11 +77,11 @@ class Composition(Transformation):
 
     def get_transformed_nodes(self, graph_module: GraphModule) -> list[Node]:
         """The nodes that any part transformed, in graph order."""
-        steps_of(graph_module)  # marks that a pickle dropped are back then
+        steps_of(graph_module)  # restores marks that a pickle dropped
         return [node for node in graph_module.graph.nodes if self.transformed(node)]
 
     def explain(self, graph_module: GraphModule, verify: Verify = False) -> tuple[Explanation, ...]:
-        """List what each part would rewrite, and what not, after the parts before it; `graph_module` stays as it is."""
+        """List the sites and refusals of each part, after the parts before it; `graph_module` stays unchanged."""
         graph_module, found = submodules.sharing_copy(graph_module), list[Explanation]()
         for part in self.parts:
             if isinstance(part, Rewrite):
@@ -107,7 +107,7 @@ class Composition(Transformation):
                 raise
             done.callback(undo_part)
             if after is not result:
-                result.recompile()  # what was applied to it shows in its code
+                result.recompile()  # the earlier parts changed the graph of this module
             result = after
         own = [
             s if s.key in known else dataclasses.replace(s, within=(*s.within, self.signature))
@@ -122,7 +122,7 @@ class ReversibleComposition(Composition, ReversibleTransformation):
     """A composition whose parts can all be undone."""
 
     def mark_as_restored(self, node: Node) -> None:
-        """Take the marks of the composition and of its parts off `node`."""
+        """Remove the marks of the composition and of its parts from `node`."""
         if self.signature in node.meta.get(MARKS, ()) or not self.transformed(node):
             super().mark_as_restored(node)
         for part in self.parts:
@@ -130,7 +130,7 @@ class ReversibleComposition(Composition, ReversibleTransformation):
                 part.mark_as_restored(node)
 
     def reverse(self, graph_module: GraphModule) -> GraphModule:
-        """Undo what the composition applied, the last step first."""
+        """Undo the steps that the composition applied, the last one first."""
         return self._reversed(graph_module)[0]
 
     def _reversed(self, graph_module: GraphModule) -> Applied:
@@ -145,7 +145,7 @@ class ReversibleComposition(Composition, ReversibleTransformation):
 
 
 def leaves(pass_: Transformation) -> Iterator[Transformation]:
-    """The transformations that a composition, or one in it, consists of; a transformation itself."""
+    """Yield the parts of a composition, nested ones flattened; for any other transformation, the transformation itself."""
     if isinstance(pass_, Composition):
         for part in pass_.parts:
             yield from leaves(part)
@@ -154,12 +154,12 @@ def leaves(pass_: Transformation) -> Iterator[Transformation]:
 
 
 class _Unlisted(ReversibleTransformation):
-    """A transformation that changes nothing, is no step of the history, and is undone by doing it again."""
+    """A transformation that changes no node and is not listed in the history; its reverse applies it again."""
 
     preserves_computation = True
 
     def reverse(self, graph_module: GraphModule) -> GraphModule:
-        """Do the same again."""
+        """Apply the transformation again."""
         return self.transform(graph_module)
 
     def _applied(self, graph_module: GraphModule, verify: Verify) -> Applied:
@@ -171,7 +171,7 @@ class _Unlisted(ReversibleTransformation):
 
 @dataclasses.dataclass(frozen=True)
 class DeepCopy(_Unlisted):
-    """Copies the graph module, so that what follows leaves the given one as it is.
+    """Copies the graph module, so that later transformations leave the given one unchanged.
 
     Example:
         >>> import torch

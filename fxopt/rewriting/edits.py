@@ -1,4 +1,4 @@
-"""Changes of a graph module as data: what a pass did to nodes, and to what stands at qualified names."""
+"""Changes of a graph module as data: changes of nodes, and of modules, parameters and buffers at qualified names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIELDS = ("op", "target", "args", "kwargs")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reference:
-    """A node, by name, inside the stored arguments of another; it reads like the node."""
+    """The name of a node, in place of the node in stored arguments; its repr is that of the node."""
 
     name: str
 
@@ -39,7 +39,7 @@ class Reference:
 class NodeState:
     """A node as data; the nodes among its arguments are `Reference`s.
 
-    Arguments are compared by what they read like: 1 is not 1.0, and nan is nan.
+    Arguments are compared by their repr: 1 differs from 1.0, and nan equals nan.
     """
 
     op: str
@@ -49,19 +49,19 @@ class NodeState:
 
     @classmethod
     def of(cls, node: Any, names: Mapping[Node, str] = types.MappingProxyType({})) -> NodeState:
-        """Describe a node, or what has its fields; `names` are other names of nodes."""
+        """Describe a node, or an object with the fields of a node; `names` overrides the names of nodes among the arguments."""
         name: Any = lambda value: Reference(names.get(value, value.name))  # noqa: E731
         return cls(node.op, node.target, *map_arg((node.args, node.kwargs), name))
 
     def differs(self, other: NodeState | Node) -> list[str]:
-        """The fields in which a node is not as this one."""
+        """The fields in which another node differs from this one."""
         same = {"op": self.op == other.op, "target": self.target == other.target}
         same["args"] = repr(self.args) == repr(other.args)
         same["kwargs"] = repr(self.kwargs) == repr(other.kwargs)
         return [name for name in FIELDS if not same[name]]
 
     def __getstate__(self) -> dict[str, Any]:
-        operator = isinstance(self.target, OpOverload)  # which torch cannot pickle
+        operator = isinstance(self.target, OpOverload)  # torch cannot pickle these
         return {**vars(self), "target": _Operator(str(self.target)) if operator else self.target}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ class NodeState:
             vars(self)["target"] = functools.reduce(getattr, self.target.split("."), torch.ops)
 
     def arguments(self, given: Callable[[str], Any]) -> tuple[Any, Any]:
-        """The arguments, with what `given` returns for its name in the place of each node."""
+        """The arguments, with each node replaced by the result of `given` for its name."""
 
         def found(value: Any) -> Any:
             return given(value.name) if type(value) is Reference else value
@@ -78,7 +78,7 @@ class NodeState:
         return map_aggregate((self.args, self.kwargs), found)
 
     def resolved(self, nodes: Mapping[str, Node]) -> dict[str, Any]:
-        """The fields, with the nodes themselves among the arguments."""
+        """The fields, with the nodes of `nodes` in place of the references."""
         args, kwargs = self.arguments(nodes.__getitem__)
         return {"op": self.op, "target": self.target, "args": args, "kwargs": kwargs}
 
@@ -98,11 +98,11 @@ class NodeEdit:
     """A node that was created (`before` is None), erased (`after` is None) or changed.
 
     Attributes:
-        name: of the node.
-        before: the node as it was.
-        after: the node as it was left.
-        previous: the name of the node in front of it, where it was created or erased.
-        meta: the metadata that undo gives back.
+        name: the name of the node.
+        before: the node before the change.
+        after: the node after the change.
+        previous: the name of the node before it in the graph, if it was created or erased.
+        meta: the metadata that undo restores.
     """
 
     name: str
@@ -113,7 +113,7 @@ class NodeEdit:
 
     @functools.cached_property
     def fields(self) -> list[str]:
-        """The fields that changed: all of them, where the node is new or gone."""
+        """The fields that changed: all fields if the node was created or erased."""
         if self.before is None or self.after is None:
             return list(FIELDS)
         return self.before.differs(self.after)
@@ -121,14 +121,14 @@ class NodeEdit:
 
 @dataclasses.dataclass(frozen=True)
 class Redirect:
-    """The uses of one node that became uses of another.
+    """The uses of one node that became uses of another node.
 
     Attributes:
-        old: the name of the node that was used.
-        new: the name of the node that is used now.
-        users: the names of the nodes that used `old`.
-        kept: the names of the nodes that used `new` before.
-        stands_in: whether `new` was made to stand for `old`, so that whoever uses it later means `old`, too.
+        old: the name of the node that was used before the change.
+        new: the name of the node that is used after the change.
+        users: the names of the nodes whose uses of `old` were redirected.
+        kept: the names of the nodes that already used `new` before the change.
+        stands_in: whether the pass made `new` to replace `old`; undo then directs later users of `new` to `old` as well.
     """
 
     old: str
@@ -140,7 +140,7 @@ class Redirect:
 
 @dataclasses.dataclass(frozen=True)
 class Swap:
-    """Modules, parameters and buffers at qualified names, and those that took their place; None stands for nothing."""
+    """Modules, parameters and buffers at qualified names before and after a change; None means that the name is free."""
 
     before: Mapping[str, Any]
     after: Mapping[str, Any]
@@ -153,10 +153,10 @@ class Swapped:
     """A `Swap` as data.
 
     Attributes:
-        left: what was left at each qualified name; None for nothing.
-        restore: makes what stood there before; None where undo is left to a hand-written `reverse`.
+        left: a description of the value that the pass left at each qualified name; None if the name was left free.
+        restore: computes the earlier values; None if undo is left to a hand-written `reverse`.
         training: the training flag of the graph module.
-        made_by: the provenance of the modules that stood there, where they have one.
+        made_by: the provenance of the earlier modules that have one, by qualified name.
     """
 
     left: Mapping[str, Left | None]
@@ -169,7 +169,7 @@ Edit = NodeEdit | Redirect | Swap | Swapped
 
 
 def as_data(edit: Edit, keep: bool = True) -> Edit:
-    """A change without objects; where `keep` is off, also without what undo needs of them."""
+    """Describe a change without its modules and tensors; `keep=False` also drops the data that undo needs."""
     if not isinstance(edit, Swap):
         return edit
     restore = (edit.restore or Keep.of(edit.before, edit.after)) if keep else None
@@ -179,13 +179,13 @@ def as_data(edit: Edit, keep: bool = True) -> Edit:
 
 
 def renamed(state: NodeState, old: str, new: str) -> NodeState:
-    """The state of a node that takes the value of another node."""
+    """The state of a node with the references to `old` replaced by references to `new`."""
     arguments = state.arguments(lambda name: Reference(new if name == old else name))
     return NodeState(state.op, state.target, *arguments)
 
 
 def conflicts(earlier: Iterable[Edit], later: Iterable[Edit]) -> bool:
-    """Tell whether later changes stand on earlier ones, so that these cannot be undone before them."""
+    """Tell whether later changes depend on earlier ones, so that the later ones have to be undone first."""
     one, other = _Touched(earlier), _Touched(later)
     return not (
         one.sets.isdisjoint(other.sets)
@@ -195,12 +195,12 @@ def conflicts(earlier: Iterable[Edit], later: Iterable[Edit]) -> bool:
 
 
 class _Touched:
-    """The places that changes touch: pairs of the name of a node, or the path of a module, and an aspect of it.
+    """The aspects that changes touch: pairs of a node name or module path, and the name of an aspect.
 
     Attributes:
-        sets: what they set, in the place of what was there.
-        shifts: what they change in a way that leaves room for others: which inputs a node has, what a value means.
-        needs: what must be as they left it when they are undone.
+        sets: the aspects that the changes replace.
+        shifts: the aspects that they change without excluding other changes: the inputs of a node, the meaning of a value.
+        needs: the aspects that must be unchanged when the changes are undone.
     """
 
     def __init__(self, edits: Iterable[Edit]) -> None:
@@ -234,7 +234,7 @@ class _Touched:
         elif edit.meta:
             self.shifts.add((edit.name, "value"))
             self.needs.add((edit.name, "exists"))
-        if edit.before and edit.after is None:  # it comes back behind the same node, of the same values
+        if edit.before and edit.after is None:  # undo inserts it after the same node, with the same inputs
             self.sets.add((edit.previous, "next"))
             self.needs.add((edit.previous, "exists"))
             aspects = ("value", *FIELDS)
@@ -257,12 +257,12 @@ class _WithoutWeights(pickle.Pickler):
 
 @functools.lru_cache(maxsize=4096)
 def target_text(target: Any) -> str:
-    """The name of what a node calls, the same in every process."""
+    """The name of the target of a node, the same in every process."""
     return target if isinstance(target, str) else ADDRESS.sub("", qualified_name(target))
 
 
 ADDRESS = re.compile(" at 0x[0-9a-f]+")
-"""Where a repr names a place in memory."""
+"""A memory address in a repr."""
 
 
 class NodesByName(dict[str, Node]):
@@ -276,7 +276,7 @@ class NodesByName(dict[str, Node]):
 
 
 def check_nodes(graph: Graph, *values: Any) -> None:
-    """Raise a PassError where a node is not one of this graph: only what is in it can be changed and taken back."""
+    """Raise a PassError if a node among the values is erased or belongs to another graph; undo could not handle such nodes."""
 
     def checked(node: Node) -> Node:
         if node.graph is not graph or is_erased(node):

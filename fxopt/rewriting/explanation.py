@@ -1,4 +1,4 @@
-"""Sites and refusals as tables: what `match` found in a graph, and what became of it."""
+"""Sites and refusals of a pass in a graph, as tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxopt.errors import PassError
 
 
 class Site(Protocol):
-    """A place that a pass can rewrite; `node` stands for it in tables. A node may also be one itself."""
+    """A site that a pass can rewrite; tables list it under `node`. A pass may also yield plain nodes as sites."""
 
     @property
     def node(self) -> Node: ...
@@ -21,7 +21,7 @@ class Site(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """A place that looks like a site and is left alone, with the reason.
+    """A place that looks like a site but is not rewritten, with the reason.
 
     Example:
         >>> import torch
@@ -45,9 +45,9 @@ class Row(NamedTuple):
 
     Attributes:
         node: the name of the node.
-        module: the module that it calls or belongs to; empty where the trace does not tell.
-        reason: why the pass leaves the node alone; None for a site.
-        source: `file:line` of the model's code; empty where the trace does not tell.
+        module: the module that the node calls or belongs to; empty if unknown.
+        reason: why the pass refuses the node; None for a site.
+        source: `file:line` of the model's code; empty if unknown.
     """
 
     node: str
@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The same for a message."""
+        """The node with its module and source line, as text for a message."""
         return graph.place_text(self.node, self.module, self.source)
 
 
@@ -81,12 +81,12 @@ class Explanation:
 
     @property
     def sites(self) -> tuple[tuple[str, str], ...]:
-        """Node and module of what would be rewritten."""
+        """Node and module of each site."""
         return tuple((row.node, row.module) for row in self.rows if row.reason is None)
 
     @property
     def refusals(self) -> tuple[tuple[str, str, str], ...]:
-        """Node, module and reason of what would be left alone."""
+        """Node, module and reason of each refusal."""
         return tuple((row.node, row.module, row.reason) for row in self.rows if row.reason is not None)
 
     def __str__(self) -> str:
@@ -104,5 +104,5 @@ class Explanation:
 
 
 def node_of(found: Site | Node | Refusal) -> Node:
-    """The node that stands for a site or a refusal."""
+    """The node under which a site or refusal is listed."""
     return found if isinstance(found, Node) else found.node

@@ -1,4 +1,4 @@
-"""The fingerprint of a graph module: by it, undo knows that the graph that comes out is the one that went in."""
+"""The fingerprint of a graph module, by which undo checks that it has restored the earlier graph module."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fxopt.torch_internals import buffers_of, parameters_of
 
 
 def fingerprint(graph_module: GraphModule) -> str:
-    """Digests of a graph module but for the values of its tensors, the same in every process.
+    """Compute three digests of a graph module, without the values of tensors; they are the same in every process.
 
-    The first is of the nodes (names, order, operators, targets, arguments), the second of the modules (names, types,
-    options, training flags) with their parameters and buffers (names, shapes, dtypes, devices, `requires_grad`,
-    and which of them are the same tensor), the third of their order.
+    The first digest covers the nodes (names, order, operators, targets, arguments). The second covers the modules (names,
+    types, options, training flags) with their parameters and buffers (names, shapes, dtypes, devices, `requires_grad`,
+    and which of them are the same tensor). The third covers the order of modules, parameters and buffers.
     """
     nodes = [
         f"{n.name} {n.op} {target_text(n.target)} {n.args!r} {n.kwargs!r}" for n in graph_module.graph.nodes
@@ -28,7 +28,7 @@ def fingerprint(graph_module: GraphModule) -> str:
     entries = [*_entries(graph_module)]
     order = [path for path, _, _ in entries]
     entries.sort(key=operator.itemgetter(0))
-    first: dict[int, str] = {}  # what is one module or tensor has the least of its names
+    first: dict[int, str] = {}  # the first name of each shared module or tensor
     modules = [f"{path} {text} {first.setdefault(identity, path)}" for path, identity, text in entries]
     return " ".join(map(_digest, (nodes, modules, order)))
 
@@ -40,7 +40,7 @@ def _digest(lines: list[str]) -> str:
 
 
 def _entries(graph_module: GraphModule) -> Iterator[tuple[str, int, str]]:
-    """Path, identity and description of each module, and of each tensor in it."""
+    """Yield path, identity and description of each module, and of each tensor in it."""
     for name, module in graph_module.named_modules(remove_duplicate=False):
         if isinstance(module, PassRecord):
             continue

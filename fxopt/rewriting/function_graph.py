@@ -1,4 +1,4 @@
-"""A function of a pattern as a graph: what it computes of values, numbers and layers."""
+"""A function of a pattern as a graph of its calls."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class FunctionGraph:
 
     Attributes:
         graph: the graph.
-        result: the node that gives its value.
-        modules: what its nodes call, by target.
+        result: the node whose value the function returns.
+        modules: the modules that its nodes call, by target.
     """
 
     graph: Graph
@@ -34,11 +34,11 @@ class FunctionGraph:
 
     @property
     def steps(self) -> tuple[Any, ...]:
-        """The calls in order, with layers by their class: what two graphs have in common that compute the same of other weights."""
+        """The calls in order, with layers replaced by their class; equal for graphs that differ only in weights."""
         places: dict[Any, Any] = {node: f"%{place}" for place, node in enumerate(self.graph.nodes)}
 
         def told(leaf: Any) -> Any:
-            """A proof runs on the CPU."""
+            """Replace devices, because a proof runs on the CPU, and nodes by their positions."""
             return torch.device if isinstance(leaf, torch.device) else places.get(leaf, leaf)
 
         return tuple(
@@ -56,7 +56,7 @@ class FunctionGraph:
         return any(effects.draws(node, self.modules.get(str(node.target))) for node in self.graph.nodes)
 
     def run(self, values: Mapping[str, Any]) -> Any:
-        """Compute the function of tensors, by parameter."""
+        """Compute the function; `values` are the tensors by parameter."""
         found: dict[Node, Any] = {}
         for node in self.graph.nodes:
             if node.op == "placeholder":
@@ -71,12 +71,12 @@ _LOCK = threading.RLock()
 
 
 def trace_function(pass_: Any, method: str, values: Mapping[str, Any]) -> FunctionGraph:
-    """Run a function of a pattern on proxies of nodes, where layers become nodes that call them.
+    """Trace a function of a pattern with proxies; each call of a layer becomes one node.
 
     Args:
         pass_: the pattern.
         method: the name of the function.
-        values: numbers and layers by name, and nodes, or `None`, for what becomes a proxy.
+        values: the arguments by name. Numbers and layers are passed as they are; a node or `None` becomes a proxy.
     """
     made, modules, call = Graph(), dict[str, nn.Module](), nn.Module.__call__
     tracer, where = GraphAppendingTracer(made), f"{method} of {type(pass_).__name__}"
@@ -93,7 +93,7 @@ def trace_function(pass_: Any, method: str, values: Mapping[str, Any]) -> Functi
         name: Proxy(made.placeholder(name), tracer) if value is None or isinstance(value, Node) else value
         for name, value in values.items()
     }
-    # Layers of other threads, which get no proxies, compute as ever.
+    # Layers that other threads call meanwhile get no proxies, and compute as usual.
     with _LOCK, torch.no_grad(), unittest.mock.patch.object(nn.Module, "__call__", called):
         try:
             result = getattr(pass_, method)(**given)

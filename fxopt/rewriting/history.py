@@ -35,9 +35,9 @@ class History(tuple[Step, ...]):
 def history(graph_module: GraphModule) -> History:
     """List the steps that were applied to a graph module and not undone since, oldest first.
 
-    The parts of a composition stand for it; a transformation that calls others stands for them. What found
-    nothing to do is not listed, nor are `DeepCopy` and `LintAndRecompile`. Each step has `name`, `signature`,
-    `nodes` (how many were marked as transformed) and `reversible`. The history is kept as the marks are: it
+    A composition is listed as its parts; a transformation that calls others is listed as one step. Transformations that
+    changed nothing are not listed, nor are `DeepCopy` and `LintAndRecompile`. Each step has `name`, `signature`,
+    `nodes` (the number of nodes marked as transformed) and `reversible`. Like the marks, the history
     survives deepcopy, pickle, `torch.save` and `.to()`.
 
     Example:
@@ -54,21 +54,21 @@ def history(graph_module: GraphModule) -> History:
 
 
 def undo(graph_module: GraphModule, steps: int = 1) -> GraphModule:
-    """Undo what was applied last; the graph module changes in place.
+    """Undo the last applications; the graph module changes in place.
 
     Args:
-        graph_module: the module that was transformed; one of `fxopt.optimize` gives back its model.
-        steps: how many applications to undo, as `history` counts them; the parts of a composition are one
-            each. All of them: `len(history(graph_module))`.
+        graph_module: the transformed module; for a result of `fxopt.optimize`, `undo` returns its model.
+        steps: the number of applications to undo, as `history` counts them: each part of a composition counts as
+            one. Pass `len(history(graph_module))` to undo all.
 
     Returns:
-        The module (a copy, where a transformation of your own makes one).
+        The module, or a copy if a hand-written `reverse` makes one.
 
     Raises:
-        TypeError: this is no graph module.
-        ValueError: `steps` is less than 1.
-        UndoError: there are not as many, one of them is not reversible, or undoing one would not be exact.
-            The graph module stays as it is.
+        TypeError: `graph_module` is not a graph module.
+        ValueError: `steps` is negative or not an integer.
+        UndoError: fewer steps are recorded, a step is not reversible, or undoing a step would not be exact.
+            The graph module stays unchanged.
 
     Example:
         >>> import torch
@@ -102,18 +102,18 @@ def undo(graph_module: GraphModule, steps: int = 1) -> GraphModule:
 
 @contextlib.contextmanager
 def applied(graph_module: GraphModule, pipeline: Transformation) -> Iterator[GraphModule]:
-    """Apply a transformation for the length of a `with` block, to compare with and without it.
+    """Apply a transformation inside a `with` block, and undo it at the end of the block.
 
     Args:
         graph_module: the module to transform, in place.
-        pipeline: a reversible transformation, or a composition of such.
+        pipeline: a reversible transformation, or a composition of reversible ones.
 
     Yields:
         The graph module.
 
     Raises:
-        UndoError: `pipeline` cannot be undone; nothing has been touched then. Or it cannot be undone any
-            more when the block ends, because of what was done there; then it stays applied.
+        UndoError: `pipeline` is not reversible, and nothing was changed; or the block applied or undid other
+            transformations, so that `pipeline` can no longer be undone and stays applied.
         PassError: `pipeline` does not work in place.
 
     Example:

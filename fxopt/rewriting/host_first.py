@@ -1,4 +1,4 @@
-"""Errors of operators that only a CPU can report without the end of the process."""
+"""Errors of operators that a CPU reports as exceptions, while a GPU loses its context."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fxopt.torch_internals import TorchDispatchMode, pytree
 
 
 def errors_of_the_host() -> contextlib.AbstractContextManager[Any]:
-    """A context in which operators on a device that is not the CPU raise the errors that they raise on the CPU."""
+    """Return a context in which operators on an accelerator raise the errors that they raise on the CPU."""
     return HostFirst() if torch.accelerator.is_available() else contextlib.nullcontext()
 
 
 class HostFirst(TorchDispatchMode):  # type: ignore[misc]
-    """While this mode is active, operators that take integers, draw numbers or assert run on the CPU first.
+    """While this mode is active, operators that read integers, draw random numbers or assert run on the CPU first.
 
-    An index beyond a table, or a probability above 1, is an error on the CPU. On a GPU it ends all that the process can
-    do there. An operator without a kernel on the CPU runs as it is.
+    An index out of range, or a probability above 1, is an exception on the CPU. On a GPU it makes the device unusable
+    for the rest of the process. An operator without a CPU kernel runs on its device only.
     """
 
     supports_higher_order_operators = True
@@ -52,5 +52,5 @@ def _may_end(operator: Any, given: list[Tensor]) -> bool:
 def _on_the_host(leaf: Any) -> Any:
     if isinstance(leaf, torch.device):
         return torch.device("cpu")
-    # A copy of its own: an operator may write into it.
+    # A copy, because an operator may write into it.
     return leaf.to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf

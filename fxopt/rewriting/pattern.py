@@ -1,4 +1,4 @@
-"""A pass written as two functions: one computes what a graph has, the other what the graph gets in its place."""
+"""A pass written as two functions: the computation to find in a graph, and the computation that replaces it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from fxopt.rewriting.weights import Keep, Left, Restore
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A place that computes the pattern.
+    """A site that computes the pattern.
 
     Attributes:
-        node: the node that gives its result.
-        inside: the nodes of the graph, by the nodes of the pattern.
-        values: what the parameters stand for: nodes, numbers, and layers.
+        node: the node whose value is the result of the pattern.
+        inside: the matched nodes of the graph, by the nodes of the pattern.
+        values: the nodes, numbers and layers that the parameters match.
         calls: the nodes that call the layers, by parameter.
-        steps: the calls of the replacement that was proved; None where there is no proof.
+        steps: the calls of the proved replacement; None without a proof.
     """
 
     node: Node
@@ -50,18 +50,19 @@ class Found:
 
 
 class Pattern(ReversibleRewrite[Found]):
-    """A pass in two functions: `replacement` takes the place of `pattern`, wherever a graph computes this.
+    """A pass in two functions: wherever a graph computes `pattern`, it gets `replacement` instead.
 
-    A parameter without annotation, or with `Tensor`, is any value that a node gives. `float` and `int` are a number, and a class of layers is a
-    layer of exactly this class. Both functions compute one value. Functions, methods, operators of Python and layers without
-    weights are one spelling, and so are both orders of `+` and `*`.
+    A parameter without annotation, or annotated with `Tensor`, matches the value of any node. `float` and `int` match a
+    number, and a layer class matches a layer of exactly this class. Both functions return one value. The pattern matches
+    whether the model calls an operator as function, method, Python operator or layer without weights; `+` and `*` match in
+    both orders.
 
-    `replacement` gets the numbers and layers of a place. It calls these layers, or new ones; it changes no layer that it was
-    given, but a copy. A new layer must have the dtype, device, `requires_grad` and training flag of the old layers.
+    `replacement` gets the numbers and layers of a site, and calls these layers or new ones. It must not change a given layer,
+    only a copy. A new layer must have the dtype, device, `requires_grad` and training flag of the old layers.
 
-    A place is left alone, with the reason, where layers have hooks, shared weights or other calls, where other nodes use a
-    value inside, or where one writes into what is computed. Before the first place of a kind is rewritten, both functions run
-    on random values, weights and numbers; a rule that is wrong is a `PassError`, and nothing is changed.
+    A site is refused if its layers have hooks, shared weights or other calls, if other nodes use an inner value, or if a
+    node writes into the values of the site. Before the first site of a kind is rewritten, both functions run on random
+    values, weights and numbers; if they differ, a `PassError` is raised and nothing changes.
 
     Example:
         >>> import copy, torch
@@ -89,22 +90,22 @@ class Pattern(ReversibleRewrite[Found]):
 
     @abc.abstractmethod
     def pattern(self, *values: Any, **named: Any) -> Any:
-        """Compute what is to be replaced."""
+        """Compute the value to find in the graph."""
 
     @abc.abstractmethod
     def replacement(self, *values: Any, **named: Any) -> Any:
-        """Compute what takes its place."""
+        """Compute the value that replaces that of `pattern`."""
 
     def refuses(self, *values: Any, **named: Any) -> str | None:
-        """Return a reason to leave a place alone; gets the parameters by name, with nodes for values."""
+        """Return a reason to refuse a site, or None; the arguments are those of `pattern`, with nodes for values."""
         return None
 
     inverse: Callable[..., Any] | None = None
-    """Returns the old layer, or a tuple of the old layers in the order of the parameters; gets the new layer, and the numbers by
-    name. Undo calls it where the new weights have changed, and raises `UndoError` there if a pass has none."""
+    """Optional method: computes the old layer, or a tuple of the old layers in the order of the parameters, from the new layer,
+    and the numbers by name. Undo calls it if the new weights have changed; without `inverse`, it raises `UndoError` then."""
 
     def match(self, graph_module: GraphModule) -> Iterator[Found | Refusal]:
-        """Yield the places that compute the pattern and do not overlap; others are found when these are rewritten."""
+        """Yield sites that compute the pattern and do not overlap; overlapping ones are found after these are rewritten."""
         index, taken = GraphIndex(graph_module), set[Node]()
         wanted = _Wanted(self, index)
         for node in index.nodes:
@@ -119,14 +120,14 @@ class Pattern(ReversibleRewrite[Found]):
             yield Refusal(node, reason) if reason else dataclasses.replace(found, steps=steps)
 
     def opens_sites(self, graph_module: GraphModule, sites: Iterable[Found]) -> bool:
-        """Return True: the value of a replacement may be a part of the pattern again."""
+        """Return True, because the value of a replacement may be part of another match."""
         return True
 
     def apply(self, rewriter: Rewriter, site: Found) -> Node:
-        """Write the replacement in front of the result of the pattern, and erase the pattern."""
+        """Insert the replacement before the result of the pattern, and erase the pattern."""
         made = trace_function(self, "replacement", site.values)
         if site.steps is not None and made.steps != site.steps:
-            # It reads its layers: the proof is to be one for these.
+            # The calls depend on the weights of the layers, so prove the replacement for these weights.
             proof = self._proof_at(GraphIndex(rewriter.graph_module), site, own_layers=True)
             reason = proof.reason or (proof.steps != made.steps and "it makes other calls each time")
             if reason:
@@ -153,7 +154,7 @@ class Pattern(ReversibleRewrite[Found]):
     def _place(
         self, rewriter: Rewriter, site: Found, made: FunctionGraph
     ) -> tuple[dict[int, str], list[str]]:
-        """Put new layers into the graph module; returns the path of each called layer by id, and the paths to remove."""
+        """Add new layers to the graph module; returns the path of each called layer by id, and the paths to remove."""
         paths = {id(site.values[name]): str(call.target) for name, call in site.calls.items()}
         called = {id(module): module for module in made.modules.values()}
         gone = [str(call.target) for name, call in site.calls.items() if id(site.values[name]) not in called]
@@ -205,13 +206,13 @@ class Pattern(ReversibleRewrite[Found]):
         return self.refuses(**found.values) or None
 
     def _proof_at(self, index: GraphIndex, found: Found, own_layers: bool = False) -> Proof:
-        """The proof for the values of a place; its reason is also about what else reads them."""
+        """Prove the rule for the values of a site; the reason also covers other uses of these values."""
         floats = [name for name, kind in _kinds_of(self).items() if kind is float]
         proof = prove(self, found.values, floats, index, own_layers)
         value, reason = graph.value_of(found.node), proof.reason
         if reason is None and isinstance(value, Tensor) and strides_of(value) != proof.strides:
             reason = "the pattern gives another layout in memory than this order of its values"
-        # The replacement is in other memory: a write, or the caller, could tell.
+        # The result has other memory than before, which writes and the caller can observe.
         moved = [found.values[name] for name in proof.moves]
         for each in () if reason or not moved else (found.node, *moved):
             if index.memory.is_returned(each) or index.memory.writers(each):
@@ -220,7 +221,7 @@ class Pattern(ReversibleRewrite[Found]):
 
 
 class _Wanted:
-    """The pattern of a pass as a graph, to be found in another one.
+    """The pattern of a pass as a graph, to be found in another graph.
 
     Attributes:
         kinds: the annotations of its parameters, by name.
@@ -245,9 +246,9 @@ class _Wanted:
             raise self._error(f"returns {self._traced.result} itself, which is a pattern of any value")
 
     def found_at(self, node: Node) -> Found | None:
-        """The place at which `node` gives the result of the pattern; `None` if it does not."""
+        """The site whose result is the value of `node`; `None` if the pattern does not match there."""
         ways_of = self._match(self._traced.result, node, Found(node))
-        # In `p + p` with p = y * z, the product is no value that stays: it goes.
+        # Nodes that the match erases must not be values of parameters, such as p = y * z in `p + p`.
         apart = (each for each in ways_of if {*each.inside.values()}.isdisjoint(_nodes(each.values)))
         found = next(apart, None)
         if found is None:
@@ -261,7 +262,7 @@ class _Wanted:
         return PassError(f"pattern of {type(self._pass).__name__} {what}")
 
     def _call(self, node: Node) -> Call | str:
-        """The operator that a node of the pattern calls, or the parameter that is the layer."""
+        """The operator call of a node of the pattern, or the name of the layer parameter that the node calls."""
         module = self._traced.modules.get(str(node.target)) if node.op == "call_module" else None
         if isinstance(module, _Layer):
             return str(node.target)
@@ -275,7 +276,7 @@ class _Wanted:
         return call
 
     def _match(self, wanted: Any, value: Any, found: Found) -> Iterator[Found]:
-        """Each way in which `value` is computed as the node `wanted` of the pattern, or is the same literal."""
+        """Yield each match of `value`, an argument in the graph, with `wanted`, a node or literal of the pattern."""
         if isinstance(wanted, Node) and wanted in self._names:
             yield from self._bound(self._names[wanted], value, found)
         elif isinstance(wanted, Node):
@@ -289,7 +290,7 @@ class _Wanted:
                 one, other = ((each.start, each.stop, each.step) for each in (wanted, value))
                 yield from self._match(one, other, found)
         elif not isinstance(value, Node) and wanted == value:
-            # 1 and 1.0 are one number beside floating tensors.
+            # 1 and 1.0 match each other if all input tensors are floating.
             sources = (source for call in found.inside.values() for source in call.all_input_nodes)
             numbers = {type(wanted), type(value)} == {int, float} and all(map(graph.is_floating, sources))
             if type(wanted) is type(value) or numbers:
@@ -308,7 +309,7 @@ class _Wanted:
                 if asked is not None and given is not None:
                     yield from self._all(asked, given, found)
             return
-        named = module is not None or name_of(value) == call.name  # at once: a graph has thousands of calls
+        named = module is not None or name_of(value) == call.name  # fast: a graph has thousands of calls
         own = call_of(value, module) if named else None
         if own is None or call.name != own.name:
             return
@@ -366,7 +367,7 @@ def _kinds_of(pass_: Pattern) -> dict[str, Any]:
 
 
 class _Layer(nn.Module):
-    """Stands for a layer in a pattern."""
+    """A placeholder for a layer while the pattern is traced."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -382,7 +383,7 @@ def _inverted(
     now: Mapping[str, Any],
     left: Mapping[str, Left],
 ) -> Mapping[str, Any]:
-    """The old layers: the copies, or those that `inverse` makes of a new layer whose weights have changed."""
+    """Restore the old layers: from copies or, if the weights of the new layer have changed, by `inverse`."""
     try:
         return kept(now, left)
     except UndoError:
@@ -407,7 +408,7 @@ def _inverse_of(
 def _check_inverse(
     pass_: Pattern, new: nn.Module, old: Mapping[str, nn.Module], numbers: Mapping[str, Any]
 ) -> None:
-    """Raise a PassError if `inverse` of a new layer does not give the old layers, but for rounding."""
+    """Raise a PassError if `inverse` of a new layer differs from the old layers by more than rounding."""
     found = _inverse_of(pass_, copy.deepcopy(new), list(old), numbers)
     for path, layer in old.items():
         if type(layer) is not type(found[path]) or not _is_close(layer, found[path]):
@@ -415,7 +416,7 @@ def _check_inverse(
 
 
 def _is_close(layer: nn.Module, other: nn.Module) -> bool:
-    """Tell whether two layers have the same tensors, but for rounding, and are in the same mode."""
+    """Tell whether two layers have the same tensors, up to rounding, and the same training flags."""
     mine, theirs = (
         ([part.training for part in each.modules()], dict(submodules.tensors_of({"": each})))
         for each in (layer, other)
@@ -426,7 +427,7 @@ def _is_close(layer: nn.Module, other: nn.Module) -> bool:
 
 
 def _check_new(pass_: Pattern, new: nn.Module, old: list[nn.Module]) -> None:
-    """Raise a PassError if a new layer has another dtype, device, gradient flag or training flag than the old ones."""
+    """Raise a PassError if a new layer differs from the old ones in dtype, device or flags, or has non-finite weights."""
     for known, made in zip(_facts(old), _facts([new]), strict=True):
         other = made - known if known else set()
         if other:
@@ -441,7 +442,7 @@ def _check_new(pass_: Pattern, new: nn.Module, old: list[nn.Module]) -> None:
 
 
 def _facts(layers: Sequence[nn.Module]) -> tuple[set[str], set[str]]:
-    """The training flags of layers, and what else counts of their parameters."""
+    """The training flags of layers, and the dtype, device and `requires_grad` of their parameters."""
     parameters = (parameter for layer in layers for parameter in layer.parameters())
     kinds = {f"{p.dtype} on {p.device}, requires_grad={p.requires_grad}" for p in parameters}
     return {f"training={layer.training}" for layer in layers}, kinds

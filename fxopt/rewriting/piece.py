@@ -1,4 +1,4 @@
-"""The piece of a graph that stands at a rewritten site, before and after its changes, and what is around it."""
+"""The piece of a graph at a rewritten site, before and after its changes, with nodes around it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fxopt.rewriting.snapshot import Snapshot
 from fxopt.submodules import is_inside, weights_of
 
 AROUND = 24
-"""How many nodes around a site are run with it."""
+"""The largest number of nodes around a site that are run with it."""
 
 
 class Read(NamedTuple):
-    """A use of the core: the user, the node that gave the value, and the one that gives it now."""
+    """A use of a piece by another node: the user, and the used node before and after the changes."""
 
     user: str
     old: str
@@ -32,27 +32,27 @@ class Read(NamedTuple):
 class Piece:
     """The nodes of a site before and after its changes.
 
-    The core is what was changed, and where it is `whole`, also the untouched nodes by which values of changed nodes
-    flow into other changed nodes. Around it stands what shows that a change was wrong: what follows the core, and what
-    reads the same inputs up to the end of the core, since it may write into them. It ends where values are mixed,
-    because a mixture has rounding errors of its own.
+    The core is the changed nodes and, with `whole`, also the untouched nodes through which values flow from changed nodes
+    to other changed nodes. The nodes around the core may reveal a wrong change: those that follow the core, and those before
+    its end that read the same inputs, because the inputs may be written in place. The piece ends at nodes that mix values,
+    such as matrix products, because these have rounding errors of their own.
 
     Attributes:
-        before: the nodes that it had, in order, by name.
-        after: the nodes that it has.
-        taken: what stood at qualified names.
-        put: what stands there now.
-        mixes: whether the core has rounding errors of its own.
-        changes_mix: whether the changed nodes have.
+        before: the nodes before the changes, in order, by name.
+        after: the nodes after the changes, in order, by name.
+        taken: the modules, parameters and buffers that were replaced, by qualified name.
+        put: the values that replaced them, by qualified name.
+        mixes: whether a node of the core mixes values.
+        changes_mix: whether a changed node mixes values.
         between: the untouched nodes of the core.
 
     Args:
         then: the graph module before the changes.
         nodes: its nodes by name, with those that were created.
         edits: all changes of the site.
-        around: whether to look around it.
-        whole: whether untouched nodes between changed ones belong to the core, unless others write among them, or
-            one of them has jumps, which would hide small faults.
+        around: whether the piece includes nodes around the core.
+        whole: whether untouched nodes between changed ones belong to the core. They never do if other nodes write among
+            them, or if one of them has jumps, which would hide small errors.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Piece:
         core = {edit.name for edit in edits if isinstance(edit, NodeEdit) and (edit.fields or edit.meta)}
         readers = (node for node in now if node.op in ("call_module", "get_attr"))
         core |= {node.name for node in readers if is_inside(str(node.target), changed)}
-        # What took the place of a value may be computed elsewhere, of the same inputs.
+        # The node that replaces a value may be an existing one, computed elsewhere from the same inputs.
         core |= {edit.new for edit in redirects if nodes[edit.new].op != "placeholder"}
         self._core = core
         self.between = self._between(order_now) if whole else set()
@@ -95,12 +95,12 @@ class Piece:
 
     @property
     def around(self) -> list[str]:
-        """The nodes that are not of the core."""
+        """The nodes of the piece outside the core."""
         return [name for name in self.after if name not in self._core]
 
     @property
     def inputs(self) -> list[str]:
-        """The nodes outside whose values it takes, or that take the place of its values."""
+        """The nodes outside the piece whose values it uses, or whose values replace those of its nodes."""
         uses, taken = self._uses(), set[str]()
         for after, side in enumerate((self.before, self.after)):
             names = {pair[after] for pair in uses}.union(*(s.references() for s in side.values()))
@@ -109,7 +109,7 @@ class Piece:
 
     @property
     def outputs(self) -> list[tuple[str, str]]:
-        """The nodes whose values are to be equal, before and now; inputs are among them, which may be written into."""
+        """Pairs of nodes whose values must be equal, before and after; they include inputs, which may be written in place."""
         return [*self._uses(), *((name, name) for name in (*self.around, *self.inputs))]
 
     @property
@@ -121,7 +121,7 @@ class Piece:
 
     @property
     def rounds(self) -> bool:
-        """Tell whether weights that were rounded, or made of rounded values, took the place of others, or a node names a dtype."""
+        """Tell whether the site has new weights and not only float64 values, or whether a node names another dtype than float64."""
         weights = [w for value in self.put.values() for w in weights_of(value)]
         if weights:
             weights += tensors([graph.value_of(self._nodes[name]) for name in (*self.before, *self.inputs)])
@@ -132,12 +132,12 @@ class Piece:
 
     @property
     def constants(self) -> list[int | float]:
-        """The numbers among the arguments."""
+        """The numbers among the arguments of the nodes before the changes."""
         return graph.numbers_in(self.before.values())
 
     @property
     def reads(self) -> list[Read]:
-        """The uses of these nodes by others, if some of these may write: what others read may be gone at the end."""
+        """The uses of the piece by other nodes, if the piece may write in place: the value read may be overwritten at its end."""
         nodes = [self._nodes[name] for name in self.after]
         if all(effects.written_by(node, self._called(node)) == () for node in nodes):
             return []
@@ -145,7 +145,7 @@ class Piece:
         return sorted({read for read in (*self._reads(), *around) if read.user not in self.after})
 
     def read_before(self, after: bool) -> dict[str, list[Read]]:
-        """Those of `reads` that come before a node of the piece, by the first such node."""
+        """Group the `reads` whose user comes before a node of the piece, by the first such node."""
         side, place = self.after if after else self.before, self._places[after]
         found = collections.defaultdict[str, list[Read]](list)
         for read in self.reads:
@@ -155,11 +155,11 @@ class Piece:
         return found
 
     def leave_out(self, name: str) -> None:
-        """Make a node around the core an input."""
+        """Remove a node around the core from the piece, so that it becomes an input."""
         del self.before[name], self.after[name]
 
     def _uses(self) -> list[tuple[str, str]]:
-        """For each use of the core by others, the node that gave the value, and the one that gives it now."""
+        """For each use of the core by another node, the used node before and after the changes."""
         pairs = {(name, name) for name in self._core & {*self.after} if self._nodes[name].op == "output"}
         return sorted(pairs | {(read.old, read.new) for read in self._reads()})
 
@@ -173,7 +173,7 @@ class Piece:
                     yield Read(name, old, new)
 
     def _between(self, order: Sequence[str]) -> set[str]:
-        """The untouched nodes by which values of the core flow into the core."""
+        """The untouched nodes through which values flow from the core back into the core."""
         inputs = {name: {source.name for source in self._nodes[name].all_input_nodes} for name in order}
         for name in self._places[0]:
             inputs.setdefault(name, set()).update(self._then.state(name).references())
@@ -188,12 +188,12 @@ class Piece:
             return set()
         own = [i for i, name in enumerate(order) if name in between | self._core]
         others = (self._nodes[name] for name in order[own[0] : own[-1]] if name not in between | self._core)
-        # It may write into what is between, and would not be run.
+        # Such a write would change values between, but the piece does not run it.
         writes = any(effects.written_by(node, self._called(node)) != () for node in others)
         return set() if writes else between
 
     def _around(self, core: Sequence[Node], *orders: Sequence[str]) -> set[str]:
-        """The nodes that follow the core, and those before its end that read what the core reads."""
+        """The nodes that follow the core, and those before its end that read the inputs of the core."""
         ends = (max((i for i, name in enumerate(order) if name in self._core), default=0) for order in orders)
         earlier = {name for order, end in zip(orders, ends, strict=True) for name in order[:end]}
         states = [NodeState.of(node) for node in core]
@@ -214,26 +214,26 @@ class Piece:
                 for target in effects.written_by(user, self._called(user)) or ():
                     pending.append((target, behind))
                     while target.name not in self._core and Fact.VIEW in self._facts(target):
-                        found.add(target.name)  # a write into a part is one into the whole
+                        found.add(target.name)  # a write into a view is a write into its base
                         target = target.all_input_nodes[0]
                         pending.append((target, behind))
         return found
 
     def _shows(self, node: Node, behind: bool) -> bool:
-        """Tell whether a node may make more of a difference, or one of its own by writing, and costs little."""
+        """Tell whether a node is cheap, and may enlarge a difference or cause one by a write."""
         called, facts = self._called(node), self._facts(node)
         if not node.op.startswith("call") or Fact.RANDOM in facts or effects.written_by(node, called) is None:
             return False
         if Fact.DESCRIBES in facts and Fact.LAYOUT not in facts:
             return False
         if self._is_mixture(node):
-            return not behind and called is None  # perhaps it gives a view
-        # What makes more of rounding makes as much of that of a mixture, before and after.
+            return not behind and called is None  # it may return a view
+        # After a mixture only smooth nodes: others may enlarge its rounding errors.
         smooth = _is_inexact(node) and bool(facts & (Fact.SMOOTH | Fact.LAYOUT))
         return not (behind and self.mixes) or smooth
 
     def _jumps(self, node: Node) -> bool:
-        """Tell whether a node may give the same for most values that differ a little."""
+        """Tell whether a node may return equal values for inputs that differ a little, as a step function does."""
         smooth = Fact.SMOOTH | Fact.SMOOTH_IN_FIRST | Fact.MIXES
         return not (_is_inexact(node) and self._facts(node) & smooth)
 
@@ -249,7 +249,7 @@ class Piece:
             return None
         try:
             return self._graph_module.get_submodule(str(node.target))
-        except AttributeError:  # a wrong change has taken it away
+        except AttributeError:  # a wrong change has removed the module
             return None
 
 

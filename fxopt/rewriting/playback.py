@@ -1,4 +1,4 @@
-"""Inverting what a rewriter logged: nodes are as they were, and modules are made of those that stand there now."""
+"""Inversion of the log of a rewriter: it restores nodes, and computes earlier modules from the present ones."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def play_back(graph_module: GraphModule, edits: Sequence[Edit], orders: Mapping[
     Args:
         graph_module: the graph module that was changed.
         edits: the changes.
-        orders: the names of the parameters, buffers and children that modules had before, by path.
+        orders: the names of the parameters, buffers and children that modules had before the changes, by path.
 
     Raises:
-        UndoError: something is not as a change left it. What was inverted before that stays so.
+        UndoError: a node or module is not as a change left it. The changes inverted before the error stay inverted.
     """
     nodes = NodesByName({node.name: node for node in graph_module.graph.nodes})
     for edit in reversed(edits):
@@ -67,7 +67,7 @@ def _change_back(edit: NodeEdit, node: Node, nodes: NodesByName) -> None:
         setattr(node, field, state[field])
     for key, value in edit.meta.items():
         if value is None:
-            node.meta.pop(key, None)  # it was not there
+            node.meta.pop(key, None)  # the key was absent
         else:
             node.meta[key] = value
 
@@ -75,7 +75,7 @@ def _change_back(edit: NodeEdit, node: Node, nodes: NodesByName) -> None:
 def _create_again(edit: NodeEdit, where: Graph, nodes: NodesByName) -> None:
     assert edit.before is not None
     state = edit.before.resolved(nodes)
-    # Where the node in front of it is gone, it stands behind what it takes.
+    # After the node that preceded it, if that still exists, and after its inputs.
     behind = [nodes[name] for name in edit.before.references()]
     behind += [nodes[edit.previous]] if edit.previous in nodes else []
     if edit.name not in nodes:
@@ -86,14 +86,14 @@ def _create_again(edit: NodeEdit, where: Graph, nodes: NodesByName) -> None:
 
 
 def _check(edit: NodeEdit, node: Node) -> None:
-    """Raise an UndoError where a field that a pass set is not as the pass left it."""
+    """Raise an UndoError if a field that a pass set was changed since."""
     assert edit.after is not None
     if not {*edit.fields}.isdisjoint(edit.after.differs(node)):
         raise _changed(node.name, node)
 
 
 def _restore(graph_module: GraphModule, edit: Swapped) -> set[str]:
-    """Put back what stood at each path, made of what stands there now; returns the paths of modules whose order may change by that."""
+    """Restore the earlier value at each path; returns the paths of parent modules whose order of names this may change."""
     now = {path: submodules.find(graph_module, path) for path in edit.left}
     for path, left in edit.left.items():
         if left is None and now[path] is not None:
@@ -117,19 +117,19 @@ def _restore(graph_module: GraphModule, edit: Swapped) -> set[str]:
             if was != is_now:
                 value.train(is_now)
     submodules.place_all(graph_module, {**dict.fromkeys(edit.left), **restored})
-    # What is put back in its own place keeps the order, of which an earlier step may have noted another one.
+    # A value of the same kind keeps its position: the order noted by an earlier step must not be applied there.
     changed = (p for p in {*now, *restored} if _registry(now.get(p)) != _registry(restored.get(p)))
     return {submodules.split_path(path)[0] for path in changed}
 
 
 def _registry(value: object) -> int:
-    """A number for modules, one for parameters, and one for buffers: each has its own order."""
+    """A number for the kind of a value: modules, parameters and buffers each have their own order."""
     kinds = (nn.Module, nn.Parameter, Tensor)
     return next((number for number, kind in enumerate(kinds) if isinstance(value, kind)), len(kinds))
 
 
 def _changed(what: str, node: Node | None = None) -> UndoError:
-    """The error to raise where something is not as a pass left it."""
+    """Make the error for a node or module that was changed since the pass."""
     where = f", at {graph.place(node)}" if node is not None else ""
     return UndoError(
         f"{what} was changed since{where}. Undo that change first, or take a copy from before it"

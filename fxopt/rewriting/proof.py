@@ -1,4 +1,4 @@
-"""The proof of a rule: both functions of a pattern run on random values, weights and numbers."""
+"""The proof of a rule: both functions of a pattern are run on random values, weights and numbers, and compared."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ RTOL = 1e-9
 """Limit of the error in float64, relative to the largest value of a row."""
 
 NUMBERS = (0.3, -1.7)
-"""Numbers that take the place of the number of a site in further proofs."""
+"""Numbers that replace the floating numbers of a site in further proofs."""
 
 
 MOST_ROUNDING = 1000
-"""How many times the rounding error of the pattern, or the unit of rounding, the replacement may have."""
+"""Limit of the replacement's rounding error, as a multiple of the pattern's, or of the rounding unit if that is larger."""
 
 
 _NEAR = (-9, 10)  # integers
 
 
 class _DoesNotRunError(Exception):
-    """The pattern does not run on some values."""
+    """The pattern raises on some random values."""
 
 
 class Rule(Protocol):
-    """Two functions, of which one takes the place of the other."""
+    """Two functions, `pattern` and `replacement`; the second replaces the first."""
 
     @property
     def signature(self) -> str: ...
@@ -67,9 +67,9 @@ class Proof:
     """The result of a proof.
 
     Attributes:
-        reason: why a rule cannot be applied to such values; `None` where it is right.
-        moves: the parameters that the result of one function is, or shares memory with, and that of the other is not.
-        strides: those of the result, but for dimensions of size 1.
+        reason: why the rule cannot be applied to such values; `None` if it can.
+        moves: the parameters that are the result of, or share memory with the result of, only one of the two functions.
+        strides: the strides of the result, without those of dimensions of size 1.
         steps: the calls of the replacement that was proved.
     """
 
@@ -89,14 +89,14 @@ def prove(
     index: GraphIndex,
     own_layers: bool = False,
 ) -> Proof:
-    """Run both functions of a rule on values like those of a place; what was proved is not proved again.
+    """Run both functions of a rule on values like those of a site; results are cached by rule and kind of values.
 
     Args:
         rule: the rule.
-        values: the nodes, numbers and layers of the place, by parameter.
+        values: the nodes, numbers and layers of the site, by parameter.
         floats: the parameters that are floating numbers.
-        index: of the graph.
-        own_layers: whether to take copies of the layers with their own weights.
+        index: the index of the graph.
+        own_layers: run copies of the layers with the weights of the site, instead of random weights.
 
     Raises:
         PassError: the functions differ.
@@ -108,7 +108,7 @@ def prove(
     proofs = _PROOFS.setdefault(type(rule), {})
     try:
         kinds = [*map(_kind, place.described.values())]
-    except Exception:  # a layer may hold what cannot be pickled
+    except Exception:  # a layer may hold an object that cannot be pickled
         return place.proof_with_numbers(floats)
     key = rule.signature, place.trains, *kinds
     if key in proofs and not own_layers:
@@ -121,14 +121,14 @@ def prove(
 
 @dataclasses.dataclass
 class _Place:
-    """A place where a rule is to be proved.
+    """A site where a rule is to be proved.
 
     Attributes:
         rule: the rule.
         values: the nodes, numbers and layers, by parameter.
-        described: the same, with descriptions of tensors in the place of nodes.
+        described: `values` with each node replaced by a description of its tensor.
         trains: whether the graph is in training mode.
-        needs_own_layers: whether the rule refuses layers with other weights, as far as known.
+        needs_own_layers: whether proofs keep the weights of the layers; set when the rule refuses random weights.
     """
 
     rule: Rule
@@ -138,7 +138,7 @@ class _Place:
     needs_own_layers: bool = False
 
     def proof_with_numbers(self, floats: Sequence[str]) -> Proof:
-        """The proof for the numbers of this place, and for others in the place of floating ones."""
+        """Prove the rule for the numbers of this site, and for other floating numbers."""
         found = self.proof({})
         for number in NUMBERS if floats and not found.reason else ():
             others = dict.fromkeys(floats, number)
@@ -147,7 +147,7 @@ class _Place:
         return found
 
     def proof(self, others: Mapping[str, float]) -> Proof:
-        """The proof, with some other numbers."""
+        """Prove the rule; `others` replaces numbers of the site, by parameter."""
         found: Proof | None = None
         described = {**self.described, **others}
         ranges = (FAR, _NEAR, ZERO_OR_ONE) if has_integers(described.values()) else (_NEAR,)
@@ -161,7 +161,7 @@ class _Place:
                 if proof.reason:
                     return proof
                 found = found or proof
-                if integers != FAR:  # what is far apart hides what is near 0
+                if integers != FAR:  # large distances hide errors near 0
                     break
         for numbers in self._near_constants(described) if found else ():
             with contextlib.suppress(_DoesNotRunError):
@@ -171,7 +171,7 @@ class _Place:
         return found or failed
 
     def _near_constants(self, described: Mapping[str, Any]) -> Iterator[Numbers]:
-        """Ways to draw numbers near those that stand in the pattern: as many as hold all of them, and at most 4."""
+        """Yield ways to draw numbers near the constants of the pattern: enough draws to use all constants, but at most 4."""
         pattern = trace_function(self.rule, "pattern", _without_tensors(described)).graph
         constants = [number for number in graph.numbers_in(pattern.nodes) if abs(number) < LARGE]
         counts = [
@@ -180,26 +180,26 @@ class _Place:
             if isinstance(value, Tensor)
         ]
         turns = math.ceil(3 * len(constants) / max(1, min(counts, default=1)))
-        # The second may be indices.
+        # The second range is for integers that are indices.
         ranges = (_NEAR, ZERO_OR_ONE) if has_integers(described.values()) else (_NEAR,)
         for turn, integers in itertools.product(range(min(4, turns)), ranges):
             yield Numbers(None, integers=integers, constants=constants, turn=turn)
 
     def _tried(self, described: Mapping[str, Any], numbers: Numbers) -> Proof:
-        """The proof on one draw of values."""
+        """Prove the rule on one draw of values."""
         drawn = self._drawn(described, numbers)
         given = ", ".join(f"{name}={text_of(value)}" for name, value in drawn.items())
         try:
             truth = _run(self.rule, "pattern", drawn, self.trains)
-        except Exception as error:  # an index is too large, or a size is no multiple of another
+        except Exception as error:  # an index is too large, or a size is not divisible
             text = error_text(error)
             raise _DoesNotRunError(f"pattern does not run on random values ({text}); for {given}") from error
         if numbers.integers == FAR and not is_finite(truth.wide):
-            raise _DoesNotRunError("far integers overflow")  # such as an exponential
+            raise _DoesNotRunError("far integers overflow")  # for example in an exponential
         return self._compared(drawn, truth, given)
 
     def _compared(self, drawn: Mapping[str, Any], truth: _Run, given: str) -> Proof:
-        """The replacement on the same values as the pattern."""
+        """Run the replacement on the values of the pattern, and compare."""
         try:
             made = _run(self.rule, "replacement", drawn, self.trains)
         except PassError:
@@ -209,12 +209,12 @@ class _Place:
             ImportError,
             NameError,
             TypeError,
-        ) as error:  # a slip of the author, at any site
+        ) as error:  # an error of the author, at any site
             text = f"replacement raises {error_text(error)}; for {given}"
-            if "NoneType" in str(error):  # this layer has no bias, and others have
+            if "NoneType" in str(error):  # perhaps only this layer has no bias
                 return Proof(text)
             raise PassError(f"{self.rule!r} is wrong: {text}") from error
-        except Exception as error:  # what the author calls may raise anything
+        except Exception as error:  # functions that the author calls may raise anything
             return Proof(f"replacement raises {error_text(error)}; for {given}")
         if made.graph.draws:
             return Proof("replacement draws random numbers")
@@ -232,7 +232,7 @@ class _Place:
         return Proof(None, moves, truth.strides, made.graph.steps)
 
     def _drawn(self, described: Mapping[str, Any], numbers: Numbers) -> dict[str, Any]:
-        """Random values for descriptions, and copies of layers with random weights, or with their own where the rule refuses these."""
+        """Draw random values for descriptions; copy layers with random weights, or with their own if the rule refuses random ones."""
         drawn = {name: _drawn(value, seed, numbers) for seed, (name, value) in enumerate(described.items())}
         layers = {name: value for name, value in drawn.items() if isinstance(value, nn.Module)}
         plain = {name: value for name, value in described.items() if not isinstance(value, Tensor)}
@@ -244,7 +244,7 @@ class _Place:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """A function as a graph, its result in its own dtype and in float64, its gradients, and what it did to memory."""
+    """A function as a graph, with its result in its own dtype and in float64, its gradients, and its effects on memory."""
 
     graph: FunctionGraph
     own: Any
@@ -260,7 +260,7 @@ def _without_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run(rule: Rule, method: str, drawn: Mapping[str, Any], trains: bool) -> _Run:
-    # Computed as in the graph that is rewritten: by traced calls, of layers that are made without gradients.
+    # As in the rewritten graph: the traced calls are run, and new layers are made without gradients.
     def traced(values: Mapping[str, Any]) -> FunctionGraph:
         return trace_function(rule, method, _without_tensors(values))
 
@@ -277,7 +277,7 @@ def _run(rule: Rule, method: str, drawn: Mapping[str, Any], trains: bool) -> _Ru
 
 
 def strides_of(value: Tensor) -> list[int]:
-    """The strides of a tensor or its description in the example, but for dimensions of size 1."""
+    """The strides of a tensor, or of its description, for the sizes of the example; dimensions of size 1 are left out."""
     sizes = zip(value.stride(), value.shape, strict=True)
     return [number_of(step) for step, size in sizes if number_of(size) > 1]
 
@@ -285,7 +285,7 @@ def strides_of(value: Tensor) -> list[int]:
 def _in_float64(
     function: Callable[[Mapping[str, Any]], Any], drawn: Mapping[str, Any], trains: bool
 ) -> tuple[Any, list[Tensor]]:
-    """The result in float64, and the gradients that the inputs get from it in training."""
+    """Compute a function in float64; returns the result, and the gradients of the inputs if the graph is in training mode."""
     given = {name: _wide(value) for name, value in copy.deepcopy(dict(drawn)).items()}
     for layer in (value for value in given.values() if isinstance(value, nn.Module)):
         layer.requires_grad_(False)  # a replacement changes copies of weights
@@ -320,7 +320,7 @@ def _difference(truth: _Run, made: _Run) -> str | None:
 
 
 def _ways_of_sizes(values: Mapping[str, Any]) -> Iterator[Callable[[Any], int]]:
-    """The sizes of the example, and where some are free, others."""
+    """Yield functions for the sizes of the example and, if some are dynamic, for other sizes."""
     yield number_of
     sizes: list[Any] = [
         size for value in values.values() if isinstance(value, Tensor) for size in value.shape
@@ -334,16 +334,16 @@ def _ways_of_sizes(values: Mapping[str, Any]) -> Iterator[Callable[[Any], int]]:
         )
         for least in ((5, 7, 11, 100) if symbols else ())
     ]
-    # The length behind a convolution may be negative for short inputs.
+    # The length after a convolution may be negative for short inputs.
     possible = [size_of for size_of in drawn if all(size_of(size) > 0 for size in sizes)]
     free = [size for size in sizes if isinstance(size, torch.SymInt)]
-    # A replacement with the size of the example in it holds for that size.
+    # Sizes unlike those of the example first: a replacement with a built-in size of the example is right for that size.
     possible.sort(key=lambda size_of: sum(size_of(size) == number_of(size) for size in free))
     yield from possible[:1]
 
 
 def _drawn(value: Any, seed: int, numbers: Numbers) -> Any:
-    """Random values for a description, a copy of a layer with other weights, or the number itself."""
+    """Draw random values for a description, or copy a layer with other weights; numbers are returned as they are."""
     if not isinstance(value, nn.Module):
         return numbers.like(value.cpu(), seed) if isinstance(value, Tensor) else value
     generator, layer = torch.Generator().manual_seed(seed), copy.deepcopy(value).cpu()
@@ -360,7 +360,7 @@ def _wide(value: Any) -> Any:
 
 
 def _kind(value: Any) -> Any:
-    """The property of a value for which a proof holds."""
+    """The properties of a value on which a proof depends."""
     if isinstance(value, Tensor):
         return value.dtype, str(tuple(value.shape)), str(value.stride())
     kind = io.BytesIO()
@@ -369,7 +369,7 @@ def _kind(value: Any) -> Any:
 
 
 class _WithoutDrawnNumbers(pickle.Pickler):
-    """Pickles a layer without the numbers that a proof draws."""
+    """Pickles a layer without the floating values that a proof replaces by random ones."""
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Random inputs of a piece of a graph, such that wrong code gives something else on them."""
+"""Random inputs of a piece of a graph, chosen such that a wrong rewrite computes other values."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fxopt.compare import rounds
 from fxopt.outputs import tensors
 
 ZERO_OR_ONE = (0, 2)
-"""Integers that are indices of most tables."""
+"""Integers that are valid indices of most tables."""
 
 ANY_SIGN = (-128, 128)
-"""Integers that are no indices, such as the distance of two positions."""
+"""Integers of both signs that are not indices, such as the distance of two positions."""
 
 FAR = (-999, 1000)
-"""Integers that are no indices of small tables either."""
+"""Integers far from 0, which are out of range for small tables."""
 
 
 LARGE = 1e4
-"""Numbers from here on, such as those of masks, hide all others."""
+"""Constants of this size or more, such as those of masks, hide all other values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Numbers:
     """How random inputs are made.
 
     Attributes:
-        dtype: the dtype to compute in; None for that of the values and weights.
-        size_of: gives the number to take for a size.
-        integers: the least integer, and the first that is too large.
-        unit: what numbers are multiples of; None for any.
-        even: whether numbers are of one scale; else some are large, small or zero.
-        constants: all elements are near these; integers may be equal to them.
-        turn: with how many elements before these the constants begin, in units of all elements: small tensors do not hold all.
+        dtype: the dtype to compute in; None for the dtypes of the values and weights.
+        size_of: returns the integer to use for a size.
+        integers: the range of integers: the smallest one, and the exclusive upper bound.
+        unit: the number of which all floating numbers are small multiples; None for no restriction.
+        even: whether numbers have one scale; otherwise some are large, small or zero.
+        constants: numbers near which all elements are drawn; integers may equal them.
+        turn: the index of a draw; each draw continues with the constants that did not fit into the one before.
     """
 
     dtype: torch.dtype | None
@@ -50,7 +50,7 @@ class Numbers:
     turn: int = 0
 
     def like(self, value: Any, seed: int) -> Any:
-        """Random values of the shape, dtype and order in memory of a tensor, large, small and zero among them."""
+        """Draw random values with the shape, dtype and memory order of a tensor; other values are returned as they are."""
         if isinstance(value, torch.SymInt):
             return self.size_of(value)
         if not isinstance(value, Tensor):
@@ -75,24 +75,24 @@ class Numbers:
             return torch.randint(low if value.dtype.is_signed else 0, high, shape, generator=generator)
         if self.unit is not None:
             few = torch.tensor([1.0, -1.0, 2.0, -2.0, 3.0, 7.0], dtype=torch.float64)
-            # Each of them, also in a small tensor.
+            # A permutation, so that even a small tensor contains each of them.
             places = torch.randperm(math.prod(shape), generator=generator)
             return few[places % len(few)].reshape(shape) * self.unit
         if self.constants:
             constants, distances = self._near_constants((-1, 1), shape, generator)
-            # Not at constants, and in no two places the same: a function may have no gradient there.
+            # Not at constants, and without equal values: a function may have no gradient there.
             return constants + distances * (0.1 + 0.8 * torch.rand(shape, generator=generator))
         numbers = torch.randn(shape, generator=generator)
         scales = torch.tensor([1.0, 1.0, 1.0, 1.0, 30.0, 1 / 30, 0.0])
-        if numbers.numel() > 1 and not self.even:  # or else nothing might flow
+        if numbers.numel() > 1 and not self.even:  # a single number might become 0
             numbers = numbers * scales[torch.randint(0, len(scales), shape, generator=generator)]
-            numbers[-1:] *= 1e-4 if len(numbers) > 1 else 1  # what is large overflows in some rows alone
+            numbers[-1:] *= 1e-4 if len(numbers) > 1 else 1  # so that an overflow spares one row
         return numbers
 
     def _near_constants(
         self, distances: Sequence[int], shape: Sequence[int], generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Constants and distances in two tensors of a shape, such that each pair comes where there are enough elements."""
+        """Draw constants and distances as two tensors of a shape; with enough elements, each pair occurs."""
         pairs = torch.tensor(
             [(constant, distance) for constant in self.constants for distance in distances],
             dtype=torch.float64,
@@ -104,29 +104,29 @@ class Numbers:
 
 
 def has_integers(values: Iterable[Any]) -> bool:
-    """Tell whether a tensor among these holds integers; booleans are none."""
+    """Tell whether a tensor among these holds integers; booleans do not count."""
     return any(isinstance(v, Tensor) and not (rounds(v) or v.dtype == torch.bool) for v in values)
 
 
 def is_finite(value: object) -> bool:
-    """Tell whether the tensors of a value hold no NaN and nothing infinite."""
+    """Tell whether the tensors of a value hold neither NaN nor infinities."""
     return all(bool(tensor.isfinite().all()) for tensor in tensors(value))
 
 
 def number_of(size: Any) -> int:
-    """A size; a free one is that of the example inputs, and 3 where only a run knows it."""
+    """The integer for a size: a dynamic size is that of the example inputs, or 3 if it depends on values."""
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else number_with({}, size)
 
 
 def resized(env: Any, guard: Any, choose: Callable[[int], int]) -> Callable[[Any], int] | None:
-    """A function that gives other sizes than the example has; None where the graph takes none of these.
+    """Return a function that replaces sizes of the example by other sizes; None if the graph accepts no other sizes.
 
     Args:
-        env: the `ShapeEnv` of the graph; None where all sizes are fixed.
-        guard: the module of the graph that checks its inputs; None if it has none.
-        choose: gives another size for the one of the example.
+        env: the `ShapeEnv` of the graph; None if all sizes are static.
+        guard: the module that checks the inputs of the graph; None if the graph has none.
+        choose: computes another size from a size of the example.
     """
     if env is None:
         return None
@@ -150,7 +150,7 @@ def resized(env: Any, guard: Any, choose: Callable[[int], int]) -> Callable[[Any
 
 
 def number_with(numbers: Mapping[Any, int], size: Any) -> int:
-    """A size where its symbols have these numbers, and 3 for those that only a run knows."""
+    """The integer for a size whose symbols have these numbers; symbols without a number count as 3."""
     if isinstance(size, int):
         return size
     return int(size.node.expr.subs({**dict.fromkeys(size.node.expr.free_symbols, 3), **numbers}))

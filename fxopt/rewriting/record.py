@@ -1,7 +1,7 @@
-"""The record of passes on a graph module, kept where copies and pickles keep it.
+"""The record of the passes on a graph module, which survives copies and pickles.
 
-Marks live in `node.meta`, which a deepcopy keeps and a pickle drops, and steps in a child module without
-parameters, which both keep. When it is pickled, it also writes down the nodes and their marks.
+Marks are in `node.meta`, which a deepcopy keeps and a pickle drops. Steps are in a child module without parameters,
+which both keep. When the child module is pickled, it also stores the nodes and their marks.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class Step:
     """One application of a transformation.
 
     Attributes:
-        name: the transformation as it is written, with its options.
-        signature: the same as `Transformation.signature`.
-        nodes: how many nodes it marked as transformed.
-        reversible: whether it can be undone.
-        sites: how many sites it rewrote; 1 where it has no sites but changed something.
-        edits: what it changed, oldest first; None where that did not survive a pickle.
-        before: the fingerprint of the graph module before it.
-        after: the fingerprint after it.
+        name: the repr of the transformation, with its options.
+        signature: `Transformation.signature`.
+        nodes: the number of nodes that it marked as transformed.
+        reversible: whether the step can be undone.
+        sites: the number of sites that it rewrote; 1 if it has no sites but changed something.
+        edits: its changes, oldest first; None if a pickle lost them.
+        before: the fingerprint of the graph module before the step.
+        after: the fingerprint of the graph module after the step.
         marked: the names of the nodes that it marked.
-        within: the signatures of the compositions that it was a part of.
-        parts: the applications of other transformations that were a part of it.
-        by_hand: whether its transformation has a `transform` of its own, and so a `reverse`.
-        transformation: the instance, or, out of a pickle, its pickle (`None`: it could not be pickled).
-        key: tells it from other applications, also in copies.
+        within: the signatures of the compositions that applied it as a part.
+        parts: the steps of other transformations that it applied inside its own.
+        by_hand: whether the transformation has a hand-written `transform`, and so a hand-written `reverse`.
+        transformation: the instance; after unpickling, its pickle, or `None` if it could not be pickled.
+        key: a random key that identifies the step, also in copies of the graph module.
     """
 
     name: str
@@ -68,15 +68,15 @@ class Step:
 
     @property
     def logged(self) -> bool:
-        """True where its changes are known so well that playing them back undoes it."""
+        """True if the recorded changes are complete, so that inverting them undoes the step."""
         edits = self.edits or ()
         return bool(edits) and all(e.restore for e in edits if isinstance(e, Swapped))
 
     def load(self) -> Any:
-        """The transformation that was applied.
+        """Return the transformation that was applied.
 
         Raises:
-            UndoError: it did not survive a pickle.
+            UndoError: the transformation was not pickled with the graph module, or cannot be unpickled.
         """
         if not isinstance(self.transformation, bytes | None):
             return self.transformation
@@ -97,13 +97,13 @@ class Step:
             dataclasses.replace(edit, meta=origin_of(edit)) if isinstance(edit, NodeEdit) else edit
             for edit in self.edits
         )
-        # A graph module must not become unpicklable by what was applied to it.
+        # A transformation must not make the graph module unpicklable.
         return {**self.__dict__, "transformation": pickled, "edits": edits if picklable(edits) else None}
 
 
 @dataclasses.dataclass(frozen=True)
 class _NodeFact:
-    """A node as it was when the graph module was pickled, with the name of what it calls for its target."""
+    """A node as it was when the graph module was pickled; its target is stored by name."""
 
     name: str
     state: NodeState
@@ -116,12 +116,12 @@ class _NodeFact:
 
 
 class PassRecord(torch.nn.Module):
-    """The record of a graph module; it rides along as a child module without parameters.
+    """The record of a graph module: a child module without parameters.
 
     Attributes:
-        steps: what was applied and not undone, oldest first.
-        orders: the names of the parameters, buffers and children that a module had before, where passes added or removed some, by path.
-        facts: out of a pickle, the nodes as they were.
+        steps: the steps that were applied and not undone, oldest first.
+        orders: the earlier names of parameters, buffers and children, by the path of each module where passes changed them.
+        facts: after unpickling, the nodes as they were.
         owner: the graph module.
     """
 
@@ -136,7 +136,7 @@ class PassRecord(torch.nn.Module):
         self.steps, self.orders, self.facts, self.owner = [], {}, None, None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Not as a module does it, which would make the graph module a child of its child.
+        # `nn.Module.__setattr__` would register the owner as a child of its own child.
         self.__dict__[name] = value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PassRecord:
@@ -156,7 +156,7 @@ class PassRecord(torch.nn.Module):
 
 
 def find_record(graph_module: GraphModule) -> PassRecord | None:
-    """The record of `graph_module`, if it has one; marks that a pickle dropped are back on the nodes then."""
+    """Find the record of `graph_module`, if it has one, and restore the marks of nodes that a pickle dropped."""
     record = modules_of(graph_module).get(RECORD)
     if not isinstance(record, PassRecord):
         return None
@@ -168,19 +168,19 @@ def find_record(graph_module: GraphModule) -> PassRecord | None:
 
 
 def steps_of(graph_module: GraphModule) -> list[Step]:
-    """The applications to a graph module that were not undone, oldest first."""
+    """List the steps that were applied to a graph module and not undone, oldest first."""
     record = find_record(graph_module)
     return list(record.steps) if record else []
 
 
 def orders_of(graph_module: GraphModule) -> dict[str, list[str]]:
-    """The names of the children that a module had before passes added or removed some, by path."""
+    """The earlier names of parameters, buffers and children, by the path of each module where passes changed them."""
     record = find_record(graph_module)
     return record.orders if record else {}
 
 
 def set_steps(graph_module: GraphModule, steps: list[Step], orders: dict[str, list[str]]) -> None:
-    """Write down what was applied; a record that has nothing to say goes."""
+    """Replace the steps and orders of the record; without steps, the record is removed."""
     record = find_record(graph_module)
     if steps:
         if record is None:
@@ -203,14 +203,14 @@ def marked_nodes(graph_module: GraphModule, signature: str) -> list[Node]:
 
 
 def mark(node: Node, signature: str) -> None:
-    """Write on a node that a pass transformed it."""
+    """Mark a node as transformed by a pass."""
     marks = node.meta.get(MARKS, ())
     if signature not in marks:
         node.meta[MARKS] = (*marks, signature)  # a new tuple: copies of a node share the old one
 
 
 def unmark(node: Node, signature: str) -> None:
-    """Take the mark of a pass off a node."""
+    """Remove the mark of a pass from a node."""
     marks = tuple(mark for mark in node.meta.get(MARKS, ()) if mark != signature)
     if marks:
         node.meta[MARKS] = marks
@@ -219,10 +219,10 @@ def unmark(node: Node, signature: str) -> None:
 
 
 def _restore_nodes(graph_module: GraphModule, facts: list[_NodeFact]) -> None:
-    """Give nodes the names, arguments and marks that they had before a pickle, by position.
+    """Restore the names, arguments and marks that nodes had before a pickle, by position.
 
-    fx's pickle traces the code again, and so renames nodes and writes defaults out. When the graph was edited
-    after its last pass and then pickled, positions prove nothing: the nodes stay as they are, and undoing raises.
+    Unpickling a graph module traces its code again, which renames nodes and spells out default arguments. If the traced
+    nodes do not match the stored ones, for example after edits by hand, they stay unchanged, and undo raises.
     """
     nodes = list(graph_module.graph.nodes)
     if [(fact.state.op, fact.state.target) for fact in facts] != [(n.op, _target_name(n)) for n in nodes]:
@@ -244,11 +244,11 @@ def _restore_nodes(graph_module: GraphModule, facts: list[_NodeFact]) -> None:
 
 
 def _spells_out(now: NodeState, before: NodeState) -> bool:
-    """Tell whether a call is what it was before, with options written out that had been left to their defaults."""
+    """Tell whether a call differs from the earlier call only by spelled-out default arguments."""
     try:
         parameters = inspect.signature(now.target).parameters
         taken, was = (dict(zip(parameters, s.args, strict=False)) | dict(s.kwargs) for s in (now, before))
-    except (TypeError, ValueError):  # no function of Python: torch.fx writes nothing out
+    except (TypeError, ValueError):  # not a Python function: torch.fx spells out nothing
         return False
     given = {name: each.default for name, each in parameters.items()} | was
     alike = (repr(value) == repr(given[name]) for name, value in taken.items() if name in given)
@@ -256,5 +256,5 @@ def _spells_out(now: NodeState, before: NodeState) -> bool:
 
 
 def _target_name(node: Node) -> str:
-    # The name of a placeholder or an output may change in a pickle; those of functions and modules do not.
+    # A pickle may change the targets of placeholders and outputs, but not those of functions and modules.
     return "" if node.op in ("placeholder", "output") else target_text(node.target)

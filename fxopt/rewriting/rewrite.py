@@ -1,4 +1,4 @@
-"""A pass as `match` and `apply`; what else it needs follows from the log of the rewriter."""
+"""A pass written as `match` and `apply`; undo, marks and history follow from the log of the rewriter."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ class Rewrite(Transformation, Generic[S]):
 
     @abc.abstractmethod
     def match(self, graph_module: GraphModule) -> Iterator[S | Refusal]:
-        """Yield the sites that can be rewritten, and a refusal for each place that only looks like one.
+        """Yield the sites that can be rewritten, and a `Refusal` for each place that only looks like a site.
 
-        Reads only. Sites of one call must not overlap: `apply` of one leaves the others as they are.
+        `match` must not change the graph module. Sites of one call must not overlap: `apply` must not change another site.
         """
 
     @abc.abstractmethod
     def apply(self, rewriter: Rewriter, site: S) -> Node | Iterable[Node] | None:
-        """Rewrite `site` through `rewriter` alone; return what stands for it now, to be marked as transformed."""
+        """Rewrite `site` through `rewriter` only; return the new node or nodes, which are then marked as transformed."""
 
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[S]) -> bool:
-        """Tell whether these sites, which were rewritten, have made others, so that `match` has to run again."""
+        """Tell whether the rewrites of these sites may have created new sites, so that `match` has to run again."""
         return False
 
     def explain(self, graph_module: GraphModule, verify: Verify = False) -> Explanation:
-        """List what the pass would rewrite in `graph_module`, and what it would not, and why.
+        """List the sites that the pass would rewrite in `graph_module`, and its refusals with their reasons.
 
         Args:
-            graph_module: the module; it stays as it is. A pass that opens sites rewrites a copy, to list them as well.
-            verify: as in a call; sites that turn out to be wrong are refusals then.
+            graph_module: the module, which stays unchanged. A pass that opens new sites rewrites a copy, to list these as well.
+            verify: verify each rewrite on a copy, as a call of the pass does; a site that fails is listed as a refusal.
 
         Example:
             >>> import torch
@@ -78,10 +78,10 @@ class Rewrite(Transformation, Generic[S]):
         return self._rewrite_sites(Rewriter(copied), Snapshot(copied), verify)[0]
 
     def commit(self, graph_module: GraphModule) -> Explanation:
-        """Rewrite all sites without a record, so that this rewrite cannot be undone, and list them.
+        """Rewrite all sites without a record, and list them; this rewrite cannot be undone.
 
         `commit` neither lints nor recompiles: call `recompile` before the graph module runs. Earlier passes stay in the
-        history. Undoing one of these keeps this rewrite, or raises `UndoError` where this rewrite erased its nodes.
+        history. Undo of an earlier pass keeps this rewrite, or raises `UndoError` if this rewrite erased nodes of that pass.
 
         Example:
             >>> import torch, fxopt
@@ -101,10 +101,10 @@ class Rewrite(Transformation, Generic[S]):
             raise
 
     def transform(self, graph_module: GraphModule) -> GraphModule:
-        """Rewrite all sites; where that opens new ones, these as well, until there is none.
+        """Rewrite all sites, and the new sites that this opens, until no site is left.
 
         Raises:
-            PassError: there is no end to it: the pass matches what it makes.
+            PassError: the rewriting does not end, because the pass matches its own results.
         """
         return self._rewrite(graph_module, False)[0]
 
@@ -135,9 +135,9 @@ class Rewrite(Transformation, Generic[S]):
     def _rewrite_sites(
         self, rewriter: Rewriter, snapshot: Snapshot, verify: Verify
     ) -> tuple[Explanation, list[Node]]:
-        """Rewrite all sites; returns what became of each, and the nodes to mark."""
+        """Rewrite all sites; returns the rewritten and refused sites, and the nodes to mark."""
         graph_module, marked = rewriter.graph_module, list[Node]()
-        rows, settled = dict[str, Row](), set[str]()  # settled: rewritten, or taken back
+        rows, settled = dict[str, Row](), set[str]()  # settled: rewritten, or rolled back
         with graph.suppressing_guards(graph_module):
             verifier, writes = Verifier(self, graph_module, verify), refuse_writes(self, snapshot)
             rounds, limit = 0, 8 + len(graph_module.graph.nodes)
@@ -152,8 +152,8 @@ class Rewrite(Transformation, Generic[S]):
                     nodes, reason = self._verified(rewriter, site, row, before, verifier, writes)
                     if reason:
                         rows[row.node] = row._replace(reason=reason)
-                        rounds += site is not sites[0]  # others of this round stay
-                        break  # what came back may be another node than the one in the sites: match again
+                        rounds += site is not sites[0]  # earlier sites of this round stay rewritten
+                        break  # the roll back may have replaced nodes of other sites by copies: match again
                     marked += nodes
                 else:
                     rounds += 1
@@ -171,7 +171,7 @@ class Rewrite(Transformation, Generic[S]):
     def _verified(
         self, rewriter: Rewriter, site: S, row: Row, before: Snapshot, verifier: Verifier, writes: Writes
     ) -> tuple[list[Node], str | None]:
-        """Rewrite a site; returns the nodes to mark, and how it differs, where it was taken back."""
+        """Rewrite and verify a site; returns the nodes to mark, and why the site was rolled back, None if it was not."""
         start = len(rewriter.log)
         try:
             with writes:
@@ -191,7 +191,7 @@ class Rewrite(Transformation, Generic[S]):
 
 
 class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
-    """A rewrite that is undone by playing back what its rewriter logged.
+    """A rewrite that is undone by inverting the log of its rewriter.
 
     Example:
         >>> import torch
@@ -206,10 +206,10 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
     """
 
     def reverse(self, graph_module: GraphModule) -> GraphModule:
-        """Undo all applications of this pass; a graph module that it never changed is returned as it is.
+        """Undo all applications of this pass; a graph module that the pass never changed is returned unchanged.
 
         Raises:
-            UndoError: the record is gone, or something else has changed what the pass made since.
+            UndoError: the record is gone, or the results of the pass were changed since.
         """
         return self._reversed(graph_module)[0]
 

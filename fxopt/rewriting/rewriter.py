@@ -1,4 +1,4 @@
-"""The one way by which a pass changes a graph module: every change is logged, and can be taken back."""
+"""The only interface by which a pass changes a graph module; it logs every change, so that undo can invert it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from fxopt.rewriting.weights import PROVENANCE, Restore, provenance
 class Rewriter:
     """Changes a graph module on behalf of a pass, and logs each change.
 
-    `Rewrite.apply` gets one, and changes the graph module through it alone: what is not logged is not undone.
+    `Rewrite.apply` gets a rewriter and must make all changes through it: changes that are not logged cannot be undone.
 
     Attributes:
         graph_module: the module to change.
         log: the changes so far, oldest first.
-        signature: of the pass.
+        signature: the signature of the pass.
         made: the nodes that were created, by name.
-        orders: the names of the children that a module had before, for each path where modules were swapped.
+        orders: the names of parameters, buffers and children before the first change, by the path of each changed parent module.
 
     Example:
         >>> import torch
@@ -70,12 +70,12 @@ class Rewriter:
         before: Node,
         val: Any = None,
     ) -> Node:
-        """Insert a node, described as for `torch.fx.Graph.create_node`.
+        """Insert a node; `op`, `target`, `args` and `kwargs` are those of `torch.fx.Graph.create_node`.
 
         Args:
-            before: the node that it stands in front of, whose origin in the model it takes.
-            val: a tensor without data that describes its value, for `meta["val"]`; by default, the one that the call gives
-                for the descriptions of its arguments.
+            before: the node before which the new node is inserted; the new node copies its origin in the model.
+            val: a tensor without data that describes the value, for `meta["val"]`. By default, the call is run on the
+                descriptions of its arguments.
         """
         check_nodes(self.graph, before, args, kwargs)
         with self.graph.inserting_before(before):
@@ -88,7 +88,7 @@ class Rewriter:
         return node
 
     def set(self, node: Node, *, val: Any = None, **fields: Any) -> None:
-        """Change `op`, `target`, `args` or `kwargs` of a node, and `val`, the description of its value."""
+        """Change `op`, `target`, `args` or `kwargs` of a node, and `meta["val"]`, the description of its value."""
         if unknown := fields.keys() - {*FIELDS}:
             raise TypeError(f"set changes {', '.join(FIELDS)} and val, not {', '.join(sorted(unknown))}")
         check_nodes(self.graph, node, fields.get("args"), fields.get("kwargs"))
@@ -99,16 +99,16 @@ class Rewriter:
         self.log.append(NodeEdit(node.name, before, NodeState.of(node) if fields else before, meta=kept))
 
     def replace_input(self, node: Node, old: Node, new: Node) -> None:
-        """Make one node take `new` wherever it took `old`."""
+        """Replace `old` by `new` in all arguments of `node`."""
         args, kwargs = map_arg((node.args, node.kwargs), lambda each: new if each is old else each)
         self.set(node, args=args, kwargs=kwargs)
 
     def replace_uses(self, old: Node, new: Node) -> None:
-        """Make all users of `old`, but for `new` itself, take `new`."""
+        """Replace `old` by `new` in all users of `old`, except in `new` itself."""
         check_nodes(self.graph, old, new)
         kept = tuple(user.name for user in new.users)
         for user in [user for user in old.users if user is not new and user in new.users]:
-            self.replace_input(user, old, new)  # it takes both: only its arguments say which input was `old`
+            self.replace_input(user, old, new)  # it uses both: its logged arguments tell which was `old`
         users = [user for user in old.users if user is not new]
         for user in users:
             user.replace_input_with(old, new)
@@ -130,19 +130,19 @@ class Rewriter:
     def swap(
         self, put: Mapping[str, Any], remove: Iterable[str] = (), restore: Restore | None = None
     ) -> None:
-        """Put modules, parameters or buffers at qualified names and take others away, as one change.
+        """Put modules, parameters or buffers at qualified names and remove others, as one change.
 
         Args:
-            put: what to put at each name, in the place of what is there.
-            remove: the names to take away.
-            restore: a function that undo calls. It takes what stands at each name of `put` then, and a description of what the pass
-                put there, and returns what to put back at each name. By default undo puts copies back, and refuses where the
-                new weights have changed.
+            put: the new value for each name.
+            remove: the names to remove.
+            restore: a function that undo calls with two dicts by name: the present values at the names of `put`, and descriptions
+                of the values that the pass put there. It returns the value to put back at each name. By default, undo
+                puts copies back, and raises `UndoError` if the new weights have changed.
         """
         before = {path: submodules.find(self.graph_module, path) for path in (*put, *remove)}
         made_by = [signature for value in before.values() for signature in provenance(value)]
         made_by += [self.signature] if self.signature else []  # `commit` has none
-        for value in put.values():  # what was there before, the model may share
+        for value in put.values():  # a module that was there before may be shared with the model
             if isinstance(value, nn.Module) and id(value) not in self._known:
                 value.__dict__[PROVENANCE] = tuple(dict.fromkeys(made_by))
         self._swapped.update(put)
@@ -153,26 +153,27 @@ class Rewriter:
         self.log.append(Swap(before, after, restore, self.graph_module.training))
 
     def replace_module(self, path: str, module: nn.Module, restore: Restore | None = None) -> None:
-        """Put `module` at `path`, in the place of what is there."""
+        """Replace the module at `path` by `module`."""
         if submodules.find(self.graph_module, path) is None:
             raise PassError(f"replace_module: there is no module {path!r}; add_module adds one")
         self.swap({path: module}, restore=restore)
 
     def add_module(self, parent: str, name: str, module: nn.Module, restore: Restore | None = None) -> str:
-        """Add `module` below `parent`, under this name or one like it that is free; returns the path.
+        """Add `module` below `parent`, under `name` or a similar free name; returns the path.
 
-        Undo refuses where its weights or buffers have changed, as those of an observer do, unless a `restore` returns an empty dict.
+        Undo raises `UndoError` if weights or buffers of `module` have changed, as those of an observer do. A `restore` that
+        returns an empty dict permits such changes.
         """
         path = submodules.free_path(self.graph_module, parent, name)
         self.swap({path: module}, restore=restore)
         return path
 
     def remove_module(self, path: str) -> None:
-        """Take the module at `path` away."""
+        """Remove the module at `path`."""
         self.swap({}, [path])
 
     def orders_before(self, known: Mapping[str, list[str]]) -> dict[str, list[str]]:
-        """`known`, with the earlier order of what each module holds whose names have changed since."""
+        """Copy `known`, and add the earlier order of names for each module whose names have changed since."""
         found = dict(known)
         for path, names in self.orders.items():
             if submodules.names_in(self.graph_module, path) != names:

@@ -1,4 +1,4 @@
-"""A text that identifies a value, the same in every process: what signatures of passes consist of."""
+"""Texts that identify values, the same in every process; signatures of passes are made of them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fxopt.submodules import digest
 
 
 def stable_text(value: object, within: tuple[int, ...] = ()) -> str:
-    """A text for an option of a pass; what has no name or plain text is hashed by content.
+    """Describe an option of a pass as text; values without a name or a plain repr are hashed by content.
 
     Args:
         value: the option.
-        within: the ids of the values that it is a part of.
+        within: the ids of the values that contain it.
 
     Raises:
-        PassError: the content cannot be read, as that of an object with memory in C.
+        PassError: the content cannot be read, for example that of an object implemented in C.
 
     Example:
         >>> stable_text({"b", "a"}), stable_text(torch.relu), stable_text(lambda x: x) == stable_text(lambda x: -x)
@@ -57,11 +57,11 @@ _PLAIN = (
 
 
 def _name(value: Any) -> str:
-    """The name by which a class or function can be imported; empty where it cannot."""
+    """The name by which a class or function can be imported; empty if it cannot."""
     name, module = getattr(value, "__qualname__", None), getattr(value, "__module__", None)
     if not isinstance(name, str) or isinstance(value, types.MethodType):
         return ""
-    for owner in (module, "torch", "builtins"):  # torch's own builtins do not know their module
+    for owner in (module, "torch", "builtins"):  # `__module__` of a builtin of torch may be None
         found: Any = sys.modules.get(owner or "")
         for part in name.split("."):
             found = getattr(found, part, None)
@@ -74,14 +74,14 @@ def _name(value: Any) -> str:
 
 
 def _digest(value: Any, within: tuple[int, ...]) -> str:
-    """A name that does not tell it from others, and a hash of its content."""
+    """The name of a value, which other values may share, with a hash of its content."""
     text = stable_text(_content(value), within)
     name = getattr(value, "__qualname__", None) or qualified_name(type(value))
     return f"{name}#{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 def _content(value: Any) -> list[Any]:
-    """The parts that a value consists of."""
+    """The parts of a value that identify it."""
     if isinstance(value, types.MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, types.FunctionType):
@@ -94,7 +94,7 @@ def _content(value: Any) -> list[Any]:
         return [getattr(value, name, None) for name in ("fget", "fset", "fdel", "__func__")]
     try:
         return [*value.__reduce_ex__(4)]
-    except Exception as error:  # whatever a class of a user raises
+    except Exception as error:  # user classes may raise anything
         raise PassError(
             f"{value!r} cannot be told from other values of its type ({error_text(error)}), so a pass "
             "with this option has no signature: give the pass a property `signature` of its own"

@@ -1,4 +1,4 @@
-"""A graph module at one time: what changed since, and the way back."""
+"""Snapshots of a graph module, to find later changes and to roll them back."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fxopt.torch_internals import (
 
 
 class _Row(NamedTuple):
-    """A node, and its fields at that time."""
+    """A node, and its fields at the time of the snapshot."""
 
     node: Node
     name: str
@@ -52,21 +52,21 @@ class _Row(NamedTuple):
         return cls(node, node.name, node.op, node.target, node.args, node.kwargs, node.type, dict(node.meta))
 
     def is_unchanged(self) -> bool:
-        """Tell whether the node certainly is as it was: torch.fx makes new arguments where it changes some."""
+        """Tell whether the node is certainly unchanged: torch.fx creates new argument objects when it changes arguments."""
         node = self.node
         return node.args is self.args and node.kwargs is self.kwargs and node.target is self.target
 
 
 _TABLES = (MODULES, PARAMETERS, BUFFERS)
 _KEPT = (*_TABLES, NON_PERSISTENT, *(name for name in vars(nn.Module()) if name.endswith("_hooks")))
-"""The attributes of each module in which torch keeps what a module holds, and hooks."""
+"""The attributes of a module in which torch keeps submodules, parameters, buffers and hooks."""
 
 
 _ABSENT = object()
 
 
 class _Module(NamedTuple):
-    """A module, its attributes, and the contents of those that hold something, at that time."""
+    """A module, with its attributes and the contents of its registries at the time of the snapshot."""
 
     path: str
     module: nn.Module
@@ -77,13 +77,14 @@ class _Module(NamedTuple):
     @classmethod
     def of(cls, path: str, module: nn.Module) -> _Module:
         attributes = dict(vars(module))
-        # Those of scripted modules are no dicts, but views of C++ objects. Most are empty, and many copies are slow to collect.
+        # Registries of scripted modules are not dicts, but views of C++ objects. Empty ones are not copied: many objects
+        # slow down the garbage collector.
         kept = ((name, attributes.get(name)) for name in _KEPT)
         contents = {name: each.copy() for name, each in kept if each and isinstance(each, dict | set)}
         return cls(path, module, type(module), attributes, contents)
 
     def held(self) -> Iterator[tuple[str, Any]]:
-        """The modules, parameters and buffers that it held, by qualified name."""
+        """Yield the modules, parameters and buffers that the module held, by qualified name."""
         for table in _TABLES:
             for name, value in self.contents.get(table, {}).items():
                 if value is not None and not isinstance(value, PassRecord):
@@ -94,7 +95,7 @@ class _Module(NamedTuple):
         return f"{self.path}.{name}" if self.path else name
 
     def changes(self) -> Iterator[str]:
-        """The modules, parameters and buffers that are not what they were, by qualified name; of hooks and options, a text."""
+        """Yield the qualified names of changed modules, parameters and buffers, and a text for each other change."""
         now, owner = vars(self.module), self.path or "the graph module"
         if type(self.module) is not self.kind:  # parametrizations set it
             yield f"the class of {owner}"
@@ -128,7 +129,7 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _is_in_place(tensor: Tensor, memory: Tensor) -> bool:
-    """Tell whether a tensor is in the memory that it had, in the same way; not asked of lazy and nested ones."""
+    """Tell whether a tensor has the memory, dtype, shape and strides of `memory`; lazy and nested ones count as unchanged."""
     if nn.parameter.is_lazy(tensor) or tensor.is_nested:
         return True
     same = tensor.dtype == memory.dtype and tensor.shape == memory.shape and tensor.layout == memory.layout
@@ -140,13 +141,13 @@ def _is_in_place(tensor: Tensor, memory: Tensor) -> bool:
 
 
 class Snapshot:
-    """The nodes of a graph module, what its modules hold, and their options, at the time when this was made.
+    """The nodes of a graph module, its modules with their contents, and their options, at the time of creation.
 
-    A node is known by its fields, a module by identity, and a tensor by identity, memory and dtype.
+    A node is compared by its fields, a module by identity, and a tensor by identity, memory and dtype.
 
     Attributes:
         graph_module: the graph module.
-        steps: the passes that had been applied.
+        steps: the steps of the record.
         orders: the orders of the record.
         held: the modules, parameters and buffers by qualified name.
 
@@ -173,12 +174,12 @@ class Snapshot:
         ]
         self.held = {name: value for each in self._modules for name, value in each.held()}
         tensors = (value for value in self.held.values() if isinstance(value, Tensor))
-        # The memory is held: `.data = ...` gives a tensor another one, and perhaps another dtype.
+        # `tensor.data` keeps the memory alive: `tensor.data = ...` gives the tensor other memory, and perhaps another dtype.
         self._tensors = [(tensor, tensor.requires_grad, tensor.data) for tensor in tensors]
 
     @property
     def nodes(self) -> dict[str, Node]:
-        """The nodes by name, in order; what was erased since is among them."""
+        """The nodes by name, in order; nodes that were erased since are included."""
         return {name: row.node for name, row in self._rows.items()}
 
     def meta(self, name: str) -> Mapping[str, Any]:
@@ -186,10 +187,10 @@ class Snapshot:
         return self._rows[name].meta if name in self._rows else {}
 
     def edits(self, result: GraphModule) -> list[Edit]:
-        """The changes since that made `result`: those of nodes, and of modules, parameters and buffers.
+        """List the changes from the snapshot to `result`: those of nodes, and of modules, parameters and buffers.
 
         Args:
-            result: the graph module, or another that was made of it; the modules of another are not compared.
+            result: the graph module, or another one made from it, whose modules are not compared.
         """
         held = Snapshot(result).held if result is self.graph_module else self.held
         places = [place for place in self.held | held if self.held.get(place) is not held.get(place)]
@@ -214,14 +215,14 @@ class Snapshot:
         return [*new, *changed, *reversed(erased)]
 
     def parted(self) -> list[str]:
-        """Names of one tensor that are no names of one tensor any more; empty if all ties are as they were."""
+        """List names that shared one tensor and no longer do; empty if all ties remain."""
         names = grouped((id(value), path) for path, value in self.held.items() if isinstance(value, Tensor))
         groups = [group for group in names.values() if len(group) > 1]
         now = Snapshot(self.graph_module).held if groups else {}
         return next((group for group in groups if len({id(now.get(path)) for path in group}) > 1), [])
 
     def past(self, log: Sequence[Edit]) -> str | None:
-        """Name a change since that is not in the log of a rewriter; None if all changes are."""
+        """Describe a change since the snapshot that is not in the log of a rewriter; None if the log has all changes."""
         if node := self.past_nodes(log, self.graph_module):
             return node
         put, paths = dict[str, Any](), set[str]()
@@ -232,12 +233,12 @@ class Snapshot:
         return self._past_modules(put, paths)
 
     def past_nodes(self, log: Iterable[Edit], result: GraphModule, *, by_others: bool = False) -> str | None:
-        """Name a node of `result` that is not as these changes leave those of that time; None if all are.
+        """Describe a node of `result` that differs from the snapshot with the logged changes; None if no node differs.
 
         Args:
             log: the changes.
-            result: the graph module, or another that was made of it.
-            by_others: whether others have changed the same nodes, too, and numbers may be of another type.
+            result: the graph module, or another one made from it.
+            by_others: accept that other passes have changed the same nodes, too, and that numbers have another type.
         """
         logged = dict[str, NodeState | None]()
 
@@ -268,7 +269,7 @@ class Snapshot:
         return None
 
     def _past_modules(self, put: Mapping[str, Any], paths: Collection[str]) -> str | None:
-        """Name a change of modules beside the values that a rewriter put in the end, and all paths where it put some."""
+        """Describe a change of modules or tensors that the logged `put` and `paths` do not explain; None if there is none."""
         for each in self._modules:
             for what in each.changes():
                 if what not in paths:
@@ -284,7 +285,7 @@ class Snapshot:
         return None
 
     def put_back(self) -> None:
-        """Bring the graph module back; nodes that were erased come back as copies."""
+        """Roll the graph module back to the snapshot; nodes that were erased come back as copies."""
         for each in self._modules:
             each.put_back()
         for tensor, requires_grad, memory in self._tensors:
@@ -335,11 +336,11 @@ class Snapshot:
 
 
 class Writes(TorchDispatchMode):  # type: ignore[misc]
-    """While this mode is active, a write into a tensor of a graph module is told before it happens.
+    """While this mode is active, `tell` is called before each write into a tensor of a graph module.
 
     Args:
-        snapshot: of the graph module.
-        tell: gets the qualified name and the tensor.
+        snapshot: the snapshot of the graph module.
+        tell: the function to call with the qualified name and the tensor.
     """
 
     def __init__(self, snapshot: Snapshot, tell: Callable[[str, Tensor], None]) -> None:
@@ -361,7 +362,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
 
 
 def refuse_writes(pass_: Any, snapshot: Snapshot) -> Writes:
-    """A mode under which `apply` of a pass writes into no tensor of the graph module."""
+    """Return a mode in which a write into a tensor of the graph module, by `apply` of a pass, raises a PassError."""
 
     def refuse(name: str, tensor: Tensor) -> None:
         raise PassError(

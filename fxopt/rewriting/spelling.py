@@ -1,4 +1,4 @@
-"""One form for the spellings of a call: as a function, a method, an operator of Python, or a layer without weights."""
+"""A common form for the spellings of a call: function, method, Python operator, or layer without weights."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from fxopt.operators import is_torch_module, name_of
 from fxopt.torch_internals import schema_of
 
 COMMUTATIVE = ("add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or")
-"""Operators that give the same for their two arguments the other way round."""
+"""Operators whose two arguments may be swapped."""
 
 _DIMENSIONS = ("dim", "dims", "dim0", "dim1", "start_dim", "end_dim")
 _NEW_DIMENSION = ("unsqueeze", "stack")
 _MANY = ("permute", "view", "reshape", "expand", "repeat", "tile", "flip")
-"""Methods that take several numbers, or a list of these."""
+"""Methods that accept several numbers, or one list of numbers."""
 
 
 class Call(NamedTuple):
-    """An operator, and its arguments by name, without those that have their default value."""
+    """An operator, and its arguments by name; arguments that equal their default are left out."""
 
     name: str
     arguments: Mapping[str, Any]
 
 
 def call_of(node: Node, module: nn.Module | None = None) -> Call | None:
-    """The operator that a node calls, and its arguments; `None` if it calls something else.
+    """Describe the operator call of a node; `None` if the node calls something else.
 
     Args:
         node: the node.
-        module: the module that it calls.
+        module: the module that the node calls, if it calls one.
 
     Example:
         >>> import torch.nn.functional as F
@@ -57,16 +57,16 @@ def call_of(node: Node, module: nn.Module | None = None) -> Call | None:
     name = name_of(node)
     arguments = _bound(node, name) if name else None
     if arguments and name == "pad" and arguments.get("value") == 0:
-        del arguments["value"]  # as without one
+        del arguments["value"]  # the default is None, which also pads with 0
     return None if arguments is None else Call(name, arguments)
 
 
 def ways(wanted: Call, call: Call) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The arguments of two calls of one operator, in each order that computes the same, with dimensions from the first.
+    """Yield the arguments of two calls, for each equivalent order of those of `call`; dimensions are counted from the first.
 
     Args:
         wanted: a call in a pattern, where ranks are unknown.
-        call: a call in a graph.
+        call: a call of the same operator in a graph.
     """
     rank = _rank_of(call)
     one, other = (
@@ -83,17 +83,17 @@ def ways(wanted: Call, call: Call) -> Iterator[tuple[Mapping[str, Any], Mapping[
 def arguments_of(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """The arguments of a call by the names of the function's parameters, without defaults; None if the function takes no such call."""
+    """Name the arguments of a call by the parameters, leaving out defaults; None if the function does not accept the call."""
     try:
         signature = inspect.signature(function)
         bound = signature.bind(*args, **kwargs)
-    except (TypeError, ValueError):  # a function of C may have no signature
+    except (TypeError, ValueError):  # a function implemented in C may have no signature
         return None
     return _named(bound.arguments, {p.name: p.default for p in signature.parameters.values()})
 
 
 def _rank_of(call: Call) -> int | None:
-    """The rank in which a call counts dimensions; None where it is unknown."""
+    """The rank to which the dimension arguments of a call refer; None if unknown."""
     values = call.arguments.get("self", call.arguments.get("tensors"))
     ranks = {
         graph.rank_of(each) if isinstance(each, Node) else None
@@ -110,14 +110,14 @@ def _counted(value: Any, rank: int | None) -> Any:
 
 
 def _inside(module: nn.Module) -> Call | None:
-    """The operator that a layer of torch calls, if it has no weights, and that is one operator of its input."""
+    """The call of a torch layer that has no weights and computes a single operator of its input; None for other layers."""
     if any(True for _ in (*module.parameters(), *module.buffers(), *module.children())):
         return None
     inside = Graph()
     given = Proxy(inside.placeholder("input"), GraphAppendingTracer(inside))
     try:
         made = module.forward(given)
-    except Exception:  # it asks for the value
+    except Exception:  # the forward needs the value of its input
         return None
     if len(inside.nodes) != 2 or not isinstance(made, Proxy):
         return None
@@ -125,7 +125,7 @@ def _inside(module: nn.Module) -> Call | None:
 
 
 def _bound(node: Node, name: str) -> dict[str, Any] | None:
-    """The arguments of a call by name, without defaults; by position where the names are unknown."""
+    """The arguments of a call by name, without defaults; by position if the names are unknown."""
     args = node.args
     if name in _MANY and len(args) > 1 and not isinstance(args[1], list | tuple):
         args = (args[0], list(args[1:]))

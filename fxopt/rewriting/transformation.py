@@ -21,10 +21,10 @@ class Transformation(abc.ABC):
     """A transformation of a `torch.fx.GraphModule`: write `transform`, then call the instance.
 
     Attributes:
-        preserves_computation: whether the transformed graph gives the same outputs as the original.
-        tolerance: the largest error of an output, relative to its norm, of a pass that does not preserve the computation; `verify` and
-            `fxopt validate` check it.
-        reversible: whether it can be undone.
+        preserves_computation: whether the transformed graph computes the same outputs as the original.
+        tolerance: for a pass that does not preserve the computation, the largest error of an output, relative to its norm;
+            `verify` and `fxopt validate` check it.
+        reversible: whether the transformation can be undone.
 
     Example:
         >>> import operator, torch
@@ -50,33 +50,33 @@ class Transformation(abc.ABC):
         """Rewrite `graph_module` and return the transformed module (the same object, or a new one)."""
 
     def ensures(self, graph_module: GraphModule) -> str | None:
-        """Say why a transformed module is not as this transformation promises to leave it; None if it is."""
+        """Return the reason why a transformed module breaks a promise of this transformation; None if it keeps them all."""
         return None
 
     def __call__(
         self, graph_module: GraphModule, lint_and_recompile: bool = True, *, verify: Verify = False
     ) -> GraphModule:
-        """Apply the transformation; after an error, the graph module is as it was.
+        """Apply the transformation; an error rolls the graph module back.
 
-        Erased nodes come back as copies. Tensors that operators of torch wrote get their values back; what was written through
-        numpy stays.
+        After an error, erased nodes come back as copies. Writes of torch operators into tensors are rolled back, writes through
+        numpy are not.
 
         Args:
             graph_module: the module to transform.
-            lint_and_recompile: check the graph and generate its code again; `False` when several
-                transformations follow each other and the last one does it.
-            verify: run each site before and after on random inputs, and take a site back, with a warning, if its outputs differ by
-                more than rounding, or than `tolerance`. A pass with neither `preserves_computation` nor `tolerance` is not
-                verified, with a warning. Shapes and dtypes come from the metadata of the nodes, or from example inputs of the
-                graph module, given here as a tuple.
+            lint_and_recompile: check the graph and generate its code again. Pass `False` if another transformation
+                follows and does this.
+            verify: run each site on random inputs, before and after the rewrite. If the outputs differ by more than rounding,
+                or by more than `tolerance`, roll the site back and warn. A pass with neither `preserves_computation` nor
+                `tolerance` is not verified, which is also a warning. Shapes and dtypes come from the metadata of the nodes,
+                or from example inputs of the graph module, passed here as a tuple.
 
         Returns:
             The transformed module.
 
         Raises:
-            PassError: the transformation returned no graph module, left an invalid graph or not what it
-                `ensures`, or changed its own signature. An error of the transformation itself is raised as it
-                is, with a note that names the transformation.
+            PassError: the transformation did not return a graph module, left an invalid graph, broke the promise of
+                `ensures`, or changed its own signature. An error raised inside the transformation is raised again, with
+                a note that names the transformation.
         """
         graph.check_graph_module(graph_module, f"{self!r} rewrites")
         return finished(self, self._applied(graph_module, verify), lint_and_recompile)
@@ -93,7 +93,7 @@ class Transformation(abc.ABC):
     def transformed(self, node: Node) -> bool:
         """Tell whether `node` was transformed by this transformation."""
         if node.graph.owning_module is not None:
-            find_record(node.graph.owning_module)  # brings marks back that a pickle dropped
+            find_record(node.graph.owning_module)  # restores marks that a pickle dropped
         return self.signature in node.meta.get(MARKS, ())
 
     def get_transformed_nodes(self, graph_module: GraphModule) -> list[Node]:
@@ -105,12 +105,12 @@ class Transformation(abc.ABC):
 
     def _options(self) -> str:
         fields = [f.name for f in dataclasses.fields(self)] if dataclasses.is_dataclass(self) else list[str]()
-        # A composition takes `preserves_computation` from its parts.
+        # A composition derives `preserves_computation` from its parts.
         others = sorted(name for name in vars(self) if name not in (*fields, "preserves_computation"))
         return ", ".join(f"{name}={stable_text(getattr(self, name))}" for name in (*fields, *others))
 
     def _applied(self, graph_module: GraphModule, verify: Verify) -> Applied:
-        """Apply a hand-written `transform`, and find out what it changed."""
+        """Apply a hand-written `transform`, and find its changes by comparing with a snapshot."""
         with Attempt(self, graph_module) as attempt, graph.suppressing_guards(graph_module):
             verifier = Verifier(self, graph_module, verify)
             with attempt.writes:
@@ -159,7 +159,7 @@ class ReversibleTransformation(Transformation):
 
     @abc.abstractmethod
     def reverse(self, graph_module: GraphModule) -> GraphModule:
-        """Undo all that the transformation did to `graph_module`, and return the module."""
+        """Undo all changes of the transformation in `graph_module`, and return the module."""
 
     def __call__(
         self,
@@ -172,7 +172,7 @@ class ReversibleTransformation(Transformation):
         """Apply the transformation, or undo all its applications if `reverse`.
 
         Raises:
-            UndoError: it cannot be undone exactly, or another transformation has to be undone first.
+            UndoError: the transformation cannot be undone exactly, or another transformation has to be undone first.
         """
         if not reverse:
             return super().__call__(graph_module, lint_and_recompile, verify=verify)
@@ -180,7 +180,7 @@ class ReversibleTransformation(Transformation):
         return finished(self, self._reversed(graph_module), lint_and_recompile)
 
     def mark_as_restored(self, node: Node) -> None:
-        """Take the mark of this transformation off `node`.
+        """Remove the mark of this transformation from `node`.
 
         Raises:
             ValueError: the node was not transformed by this transformation.
@@ -194,7 +194,7 @@ class ReversibleTransformation(Transformation):
 
 
 def finished(pass_: Transformation, applied: Applied, lint_and_recompile: bool) -> GraphModule:
-    """The result of a transformation, checked and compiled; PassError, and all taken back, if it is invalid."""
+    """Check and compile the result of a transformation; an invalid result is rolled back and raises a PassError."""
     result, take_back = applied
     if lint_and_recompile:
         try:
@@ -206,7 +206,7 @@ def finished(pass_: Transformation, applied: Applied, lint_and_recompile: bool) 
 
 
 def check_and_compile(pass_: Transformation, graph_module: GraphModule) -> None:
-    """Lint the graph that a transformation left, and generate its code again; PassError if it is invalid."""
+    """Lint the graph that a transformation left, and generate its code again; raise a PassError if the graph is invalid."""
     try:
         graph_module.graph.lint()
     except (RuntimeError, ValueError, AssertionError) as error:

@@ -1,4 +1,4 @@
-"""Undoing applications of transformations: in any order that their changes allow, exactly, or not at all."""
+"""Undo of transformations, in any order that their changes allow; an undo is exact, or raises."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fxopt.torch_internals import name_counts, used_names
 
 
 def own_steps(pass_: Any, graph_module: GraphModule) -> list[Step]:
-    """The applications of a transformation; UndoError if its options were changed since."""
+    """List the steps of a transformation; raise an UndoError if its options were changed since."""
     steps, signature = steps_of(graph_module), pass_.signature
     for step in steps:
         if step.transformation is pass_ and step.signature != signature:
@@ -38,7 +38,7 @@ def own_steps(pass_: Any, graph_module: GraphModule) -> list[Step]:
 
 
 def check_no_trace(pass_: Any, graph_module: GraphModule) -> None:
-    """Raise an UndoError if a pass of which the record knows nothing has left something in a graph module."""
+    """Raise an UndoError if a graph module has marks or modules of a pass that its record does not list."""
     left = [node.name for node in marked_nodes(graph_module, pass_.signature)]
     left += [name for name, m in graph_module.named_modules() if pass_.signature in provenance(m)]
     if not left:
@@ -54,10 +54,10 @@ def check_no_trace(pass_: Any, graph_module: GraphModule) -> None:
 
 
 def undo_steps(graph_module: GraphModule, chosen: Sequence[Step]) -> Applied:
-    """Undo applications, the last one first.
+    """Undo steps, the last one first.
 
     Raises:
-        UndoError: one of them cannot be undone exactly, or not before another; then all stay applied.
+        UndoError: a step cannot be undone exactly, or another step has to be undone before it; all steps stay applied.
     """
     result, done = graph_module, contextlib.ExitStack()
     try:
@@ -89,11 +89,11 @@ def _undone(graph_module: GraphModule, step: Step, chosen: Collection[str]) -> A
 
 
 def _played_back(graph_module: GraphModule, step: Step) -> Applied:
-    """Undo one application by inverting what it logged."""
+    """Undo one step by inverting its log."""
     snapshot = Snapshot(graph_module)
     _check_order([step], snapshot.steps)
     orders, standing = snapshot.orders, [other for other in snapshot.steps if other.key != step.key]
-    is_as_left = fingerprint(graph_module) == step.after  # or else others have made a difference, which stays
+    is_as_left = fingerprint(graph_module) == step.after  # if not, later changes by others stay
     try:
         if step.edits is None:
             raise UndoError(
@@ -115,15 +115,15 @@ def _played_back(graph_module: GraphModule, step: Step) -> Applied:
 
 
 def reverse_by_hand(pass_: Any, graph_module: GraphModule, undone: Sequence[Step]) -> Applied:
-    """Undo all applications of a transformation with its own `reverse`, and check what comes out.
+    """Undo all applications of a transformation by its hand-written `reverse`, and check the result.
 
-    The reverse of what was never applied is a step of its own.
+    If the transformation was never applied, a `reverse` that changes something is recorded as a new step.
     """
     steps = steps_of(graph_module)
     _check_order(undone, steps)
     keys = {step.key for step in undone}
     with Attempt(pass_, graph_module, "reverse") as attempt:
-        if any(step.parts for step in undone):  # what it applied inside, its reverse may undo
+        if any(step.parts for step in undone):  # `reverse` may undo the parts itself
             parts = [part for step in steps for part in (step.parts if step.key in keys else (step,))]
             set_steps(graph_module, parts, attempt.snapshot.orders)
         _free_names(graph_module, undone)
@@ -143,7 +143,7 @@ def reverse_by_hand(pass_: Any, graph_module: GraphModule, undone: Sequence[Step
 
 
 def _free_names(graph_module: GraphModule, undone: Sequence[Step]) -> None:
-    """Let nodes that `reverse` creates have the names of those that were erased: torch.fx keeps these, and would count on."""
+    """Free the names of erased nodes for nodes that `reverse` creates; torch.fx reserves them and would append a number."""
     edits = (edit for step in undone for edit in step.edits or () if isinstance(edit, NodeEdit))
     erased = {edit.name for edit in edits if edit.after is None}
     used_names(graph_module.graph).difference_update(
@@ -153,7 +153,7 @@ def _free_names(graph_module: GraphModule, undone: Sequence[Step]) -> None:
 
 
 def _check_order(undone: Sequence[Step], steps: Sequence[Step]) -> None:
-    """Raise an UndoError that names what has to be undone first, if later changes stand on these."""
+    """Raise an UndoError if later steps depend on these; it names the steps to undo first."""
     keys = {step.key for step in undone}
     for number, step in enumerate(steps):
         if step.key in keys:
@@ -173,7 +173,7 @@ def _meet(step: Step, later: Step) -> bool:
 def _check_exact(
     pass_: Any, attempt: Attempt, result: GraphModule, undone: Sequence[Step], steps: Sequence[Step]
 ) -> None:
-    """Raise an UndoError if a hand-written `reverse` gives back another graph than there was."""
+    """Raise an UndoError if a hand-written `reverse` does not restore the earlier graph."""
     if any(step.edits is None for step in undone):
         return
     back = [
@@ -184,7 +184,7 @@ def _check_exact(
     ]
     wrong = attempt.snapshot.past_nodes(back, result, by_others=True)
     exact = attempt.fingerprint == undone[-1].after and [*steps[-len(undone) :]] == [*undone]
-    # A hand-written reverse may leave numbers of another type, and modules in another order.
+    # `reverse` may leave numbers of another type, and modules in another order: only the module digest counts.
     if wrong or (exact and fingerprint(result).split()[1] != undone[0].before.split()[1]):
         where = f": {wrong}" if wrong else ""
         raise UndoError(f"{pass_!r} cannot be undone: {_INEXACT} by {type(pass_).__name__}.reverse{where}")
@@ -196,7 +196,7 @@ _INEXACT = (
 
 
 def _unmark(graph_module: GraphModule, undone: Sequence[Step], standing: Sequence[Step]) -> None:
-    """Take the marks of what was undone off the nodes that no other application has marked."""
+    """Remove the marks of undone steps from nodes that no remaining step has marked."""
     signature = undone[0].signature
     held = {name for step in standing if step.signature == signature for name in step.marked}
     for node in marked_nodes(graph_module, signature):

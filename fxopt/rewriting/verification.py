@@ -1,7 +1,7 @@
-"""Translation validation: both pieces of a rewritten site run on random inputs, and must give the same.
+"""Translation validation: both pieces of a rewritten site run on random inputs, and must give equal results.
 
-No run of the model is needed: the log of the rewriter knows which nodes a site had before and which it has now, and
-the metadata of the nodes around it knows the shapes and dtypes of what flows in.
+The model itself is not run: the log of the rewriter tells which nodes a site had before and has after the rewrite, and
+the metadata of the nodes around the site gives shapes and dtypes of its inputs.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from fxopt.submodules import attribute, prefixes, sharing_copy, weights_of
 from fxopt.torch_internals import FakeTensorMode, is_erased, pytree
 
 Verify = bool | tuple[Any, ...]
-"""True to verify, or example inputs of the graph module, for shapes and dtypes that its nodes do not have."""
+"""True to verify, or example inputs of the graph module, from which nodes without metadata get shapes and dtypes."""
 
 RTOL = 1e-9
-"""How well both pieces agree in float64, relative to the largest value of a row, where no weights were rounded."""
+"""Limit of the difference of both pieces in float64, relative to the largest value of a row, if no weights were rounded."""
 
 SMALLEST = 1e-6
-"""The least that the largest value of a row counts as, around a site, where values may cancel each other out."""
+"""Lower bound for the largest value of a row, in nodes around a site, where values may cancel out."""
 
 
 class Verifier:
-    """Compares the pieces of rewritten sites of one graph module, where that was asked for.
+    """Compares the pieces of rewritten sites of one graph module, if `verify` asks for it.
 
     Attributes:
-        verifies: whether that was asked for.
-        unverified: why sites could not be run, by the name of one of their nodes.
+        verifies: whether sites are compared.
+        unverified: why sites could not be verified, by the node where this failed; an empty name stands for all sites.
     """
 
     def __init__(self, pass_: Any, graph_module: GraphModule, verify: Verify) -> None:
@@ -86,18 +86,18 @@ class Verifier:
         """Compare a site before and after its changes.
 
         Args:
-            edits: all changes of the site, with the objects that were swapped.
-            before: the graph module before them.
+            edits: all changes of the site, with the modules and tensors that were swapped.
+            before: the graph module before the changes.
             made: the nodes that were created, by name.
 
         Returns:
-            How they differ; None where they agree, or where the site cannot be run.
+            The difference, in words; None if the pieces agree, or if the site cannot be run.
         """
         if not self.verifies:
             return None
         if not self._preserves and self._tolerance is None:
             self.unverified[""] = "it states neither `preserves_computation = True` nor a `tolerance`"
-        # What was put back may be another node of the same name.
+        # After a roll back, another node may have the same name.
         there = {node.name: node for node in before.graph_module.graph.nodes}
         self._nodes = {**before.nodes, **made, **there}
         try:
@@ -107,7 +107,7 @@ class Verifier:
         except _CannotRun as error:
             self.unverified[graph.place(error.node) if error.node else ""] = str(error)
             return None
-        # A changed node may make up for another by way of nodes that nobody changed.
+        # A changed node may compensate for another one through untouched nodes between them.
         whole = self._piece(edits, before, whole=True) if reason else None
         if whole and whole.between:
             with contextlib.suppress(_CannotRun):
@@ -115,7 +115,7 @@ class Verifier:
         return reason
 
     def report(self) -> None:
-        """Warn of the sites that could not be run."""
+        """Warn of the sites that could not be verified."""
         for where, why in self.unverified.items():
             site = f"the site at {where}" if where else "its sites"
             warn(f"{self._pass!r} could not verify {site}: {why}", UnverifiedWarning)
@@ -146,7 +146,7 @@ class Verifier:
                     return self._differs_further(piece, ways[-1])
                 if ways[-1].size_of is not small:
                     return reason
-                ways = [way for way in ways if way.size_of is not small]  # its own sizes are in the graph
+                ways = [way for way in ways if way.size_of is not small]  # the graph may contain its sizes
             except _Stopped as stopped:
                 if stopped.name in piece.around and ways[-1].integers == ZERO_OR_ONE:
                     piece.leave_out(stopped.name)
@@ -156,7 +156,7 @@ class Verifier:
                     raise stopped.reason from stopped
 
     def _differs_further(self, piece: Piece, way: Numbers) -> str | None:
-        """Compare where free sizes are 1, and on integers near and far from 0, if the piece as it was takes these."""
+        """Compare with dynamic sizes of 1, on integers near and far from 0, and near constants, if the earlier piece runs on these."""
         ways = [dataclasses.replace(way, size_of=self._ones)] if self._ones else []
         if way.integers == ANY_SIGN and has_integers(self._tensors(piece)):
             ways += [dataclasses.replace(way, integers=each) for each in (FAR, ZERO_OR_ONE)]
@@ -168,7 +168,7 @@ class Verifier:
         return None
 
     def _tensors(self, piece: Piece) -> list[Tensor]:
-        """The descriptions of the tensors that flow in; none where one is unknown."""
+        """The descriptions of the input tensors of a piece; empty if one is unknown."""
         try:
             values = [self._value(self._nodes[name]) for name in piece.inputs]
         except _CannotRun:
@@ -176,9 +176,9 @@ class Verifier:
         return tensors(values)
 
     def _smaller_sizes(self, piece: Piece) -> dict[int, int]:
-        """A small size for each large one of what flows in, unless weights or arguments have it, too.
+        """Map each large size of the inputs to a small one, unless weights or arguments contain the size, too.
 
-        It saves most of the work. Only where both pieces agree on these sizes is that the last word.
+        Small sizes save most of the work. If the pieces differ on them, they are compared again with larger sizes.
         """
         weights = [w for s in piece.before.values() for w in weights_of(self._standing(s, piece.taken))]
         sizes = {self._doubled(size) for tensor in self._tensors(piece) for size in tensor.shape}
@@ -186,7 +186,7 @@ class Verifier:
         return {size: 16 + number for number, size in enumerate(sorted(s for s in sizes if s > 32))}
 
     def _differs(self, piece: Piece, numbers: Numbers) -> str | None:
-        """Compare on random numbers and, where rounding can be seen, on multiples of the constants."""
+        """Compare on random numbers and, if no changed node mixes values, on multiples of the constants."""
         units: list[float | None] = [None]
         if self._preserves and not piece.changes_mix:
             units += [c for c in piece.constants if 1 < abs(c) < LARGE][:2] or [1]
@@ -197,27 +197,27 @@ class Verifier:
         inputs, own_numbers = dict[str, Any](), dataclasses.replace(numbers, dtype=None)
         truth = self._run(piece, False, inputs, numbers)
         if numbers.integers == FAR and not is_finite(truth):
-            return None  # such as an exponential
+            return None  # far integers overflow, for example in an exponential
         try:
             result = self._run(piece, True, inputs, numbers)
         except _Stopped as stopped:
-            if numbers.dtype:  # perhaps it knows no float64
+            if numbers.dtype:  # perhaps the node does not support float64
                 return self._differs_on(piece, own_numbers)
             if numbers.integers in (ANY_SIGN, FAR) and stopped.name not in piece.around:
-                raise  # perhaps they are indices for it
+                raise  # perhaps the node uses the integers as indices
             return f"{stopped.name} does not run any more: {stopped.reason}"
         labels = [*(now for _, now in piece.outputs), *(read.new for read in piece.reads)]
         for label, expected, actual in zip(labels, truth, result, strict=True):
             try:
                 pairs(expected, actual, dtypes=self._preserves)
             except Unlike as differs:
-                if numbers.dtype:  # perhaps a node names the dtype that the model has
+                if numbers.dtype:  # perhaps a node names the dtype of the model
                     return self._differs_on(piece, own_numbers)
                 return f"{label} is {differs.actual}, it was {differs.expected}"
         if not self._preserves:
             return self._beyond_tolerance(labels, truth, result)
         least = [SMALLEST if label in piece.around else 1e-30 for label in labels]
-        # In its own dtype, fused attention on a GPU rounds by 80 units; in bfloat16, 128 units are all of a value.
+        # In its own dtype, fused attention on a GPU rounds by 80 units; in bfloat16, 128 units are as large as a value.
         limits = [RTOL if numbers.dtype else min(128 * epsilon(truth), 0.5)] * len(labels)
         errors = [*map(row_error, truth, result, least)]
         if numbers.dtype and piece.rounds and max(errors, default=0.0) > RTOL:
@@ -232,7 +232,7 @@ class Verifier:
         return None
 
     def _shared(self, piece: Piece, values: Sequence[Any]) -> set[tuple[str, str]]:
-        """Pairs of a value that the graph returns and an input of the graph that shares its memory, in a piece that was run."""
+        """Pairs of a value that the graph returns and a graph input that share memory, after a piece was run."""
         memory = ({*map(storage_of, tensors(value))} for value in values)
         found = dict(zip(piece.outputs, memory, strict=False))
         inputs = [name for name in piece.inputs if self._nodes[name].op in ("placeholder", "get_attr")]
@@ -272,7 +272,7 @@ class Verifier:
         )
 
     def _run(self, piece: Piece, after: bool, inputs: dict[str, Any], numbers: Numbers) -> list[Any]:
-        """Run one of the two pieces; returns its outputs and inputs at the end, and what others read of it before a write."""
+        """Run one of the two pieces; returns its `outputs` at the end, and the values of its `reads`, taken before later writes."""
         values, early, reads = dict[str, Any](), dict[Read, Any](), piece.read_before(after)
 
         def value(name: str) -> Any:
@@ -293,13 +293,13 @@ class Verifier:
                     )
                     with errors_of_the_host():
                         values[name] = _called(state, standing, args, kwargs)
-                except Exception as error:  # random inputs may not be what a function takes
+                except Exception as error:  # a function may not accept random inputs
                     raise _Stopped(name, error) from error
             found_early = (early[read] if read in early else value(read[1 + after]) for read in piece.reads)
             return [*(value(pair[after]) for pair in piece.outputs), *found_early]
 
     def _standing(self, state: NodeState, swapped: Mapping[str, Any]) -> Any:
-        """The module or tensor that a node calls or reads, where some were swapped; None for other nodes."""
+        """The module or tensor that a node calls or reads, looked up in `swapped` first; None for other nodes."""
         if state.op not in ("call_module", "get_attr"):
             return None
         for prefix in prefixes(state.target):
@@ -310,7 +310,7 @@ class Verifier:
 
 
 def _thawed(piece: Piece) -> str | None:
-    """Name a place whose weights follow gradients, where none of those before did."""
+    """Return a reason if new weights require gradients and none of the replaced weights did."""
     taken, put = (
         [w.requires_grad for value in values.values() for w in weights_of(value)]
         for values in (piece.taken, piece.put)
@@ -327,7 +327,7 @@ class _CannotRun(Exception):
 
 
 class _Stopped(Exception):
-    """A node of a piece raises."""
+    """An error that a node of a piece raised."""
 
     def __init__(self, name: str, error: Exception) -> None:
         self.name, text = name, f"it cannot be run on random inputs ({error_text(error)})"
@@ -341,7 +341,7 @@ def _called(state: NodeState, standing: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """A copy of a tensor or module, floating and complex numbers in `dtype`."""
+    """Copy a tensor or module, with floating and complex numbers in `dtype`; other values are returned as they are."""
     memo: dict[int, Any] = {}
     for tensor in weights_of(value):
         if tensor.is_meta:
@@ -352,12 +352,12 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _described(graph_module: GraphModule, inputs: tuple[Any, ...]) -> dict[str, Any]:
-    """Tensors without data for the value of each node, given example inputs."""
+    """Describe the value of each node by tensors without data, given example inputs."""
     described, mode = sharing_copy(graph_module), FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with torch.no_grad():
             FakeTensorProp(described, mode).propagate(*inputs)
-    except Exception as error:  # whatever a graph raises on inputs that it does not take
+    except Exception as error:  # a graph may raise anything on wrong inputs
         raise PassError(
             f"verify: the graph module does not take these example inputs ({error_text(error)})"
         ) from error

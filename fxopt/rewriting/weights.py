@@ -1,4 +1,4 @@
-"""Modules, parameters and buffers as a pass left them, and how undo makes of them what stood there before."""
+"""Descriptions of the modules, parameters and buffers that a pass left, and the copies from which undo restores."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fxopt.submodules import digest, tensors_of, with_values, without_tensors
 from fxopt.torch_internals import REGISTRIES, modules_of
 
 PROVENANCE = "fxopt_rewritten_by"
-"""The attribute of a module that a pass made: the signatures of the passes that made it what it is."""
+"""The attribute of a rewritten module that holds the signatures of the passes that made it."""
 
 
 _PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype)
-"""The types of the options of modules that are compared."""
+"""The types of attributes of modules that are compared as options."""
 
 
 _NO_OPTIONS = ("training", PROVENANCE)
 
 
 def options_of(module: nn.Module) -> str:
-    """The options of a module as a text, but for its training flag."""
+    """The options of a module as a text, without its training flag."""
     options = ((name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN))
     return " ".join(f"{n}={v!r}" for n, v in options if n[0] != "_" and n not in _NO_OPTIONS)
 
@@ -40,14 +40,14 @@ def provenance(value: object) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """A module, parameter or buffer as a pass left it, without its values.
+    """A description of a module, parameter or buffer that a pass left, without values.
 
     Attributes:
-        kind: its type.
-        made_by: its provenance.
-        tensors: shape, dtype, device and `requires_grad` of each of its tensors, by name.
+        kind: the type.
+        made_by: the provenance.
+        tensors: shape, dtype, device and `requires_grad` of each tensor, by name.
         training: the training flag of a module.
-        options: the other options of a module, and the kinds of hooks that it has, as a text.
+        options: the other options of a module, and the kinds of its hooks, as a text.
     """
 
     kind: type
@@ -64,7 +64,7 @@ class Left:
         return cls(type(value), provenance(value), facts, getattr(value, "training", False), options)
 
     def fits(self, value: Any) -> bool:
-        """Tell whether `value` may be the module or tensor itself; its values, dtype and flags may have changed."""
+        """Tell whether `value` may be the described module or tensor; values, dtype and flags may have changed since."""
         mine, others = (
             (left.kind, left.made_by, left.options, {n: facts[0] for n, facts in left.tensors.items()})
             for left in (self, Left.of(value))
@@ -72,7 +72,7 @@ class Left:
         return mine == others
 
     def follow(self, restored: Any, now: Any) -> Any:
-        """Give `restored` the dtype, device and gradients that `now` was given since it was left as this."""
+        """Apply to `restored` the changes of dtype, device and `requires_grad` that `now` has had since this description."""
         before, after = ([facts[1:] for facts in s.tensors.values()] for s in (self, Left.of(now)))
         if before != after:
             if before[0][:2] != after[0][:2] and (
@@ -88,16 +88,16 @@ class Left:
 
 
 Restore = Callable[[Mapping[str, Any], Mapping[str, Left]], Mapping[str, Any]]
-"""Makes what stood at each path before a pass, given what stands at each now, and how the pass left it."""
+"""Computes the value at each path before a pass from the present values, and descriptions of those that the pass left."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """Puts copies back, and refuses where the weights that took their place have changed.
+    """Puts copies back, and raises UndoError if the weights that replaced them have changed.
 
     Attributes:
-        copies: what stood at each path.
-        values: a digest of the tensors that took their place.
+        copies: a copy of the earlier value at each path.
+        values: a digest of the tensors that replaced them.
     """
 
     copies: Mapping[str, Any]
@@ -105,7 +105,7 @@ class Keep:
 
     @classmethod
     def of(cls, before: Mapping[str, Any], after: Mapping[str, Any]) -> Keep:
-        """Copy what a pass replaces; what was one object, or one tensor, stays one."""
+        """Copy the values that a pass replaces; shared modules and tensors stay shared."""
         return cls(copied({p: value for p, value in before.items() if value is not None}), digest(after))
 
     def __call__(self, now: Mapping[str, Any], left: Mapping[str, Left]) -> Mapping[str, Any]:
@@ -115,17 +115,17 @@ class Keep:
                 "dtype), and undoing would lose that. Put the weights back, or keep the rewritten model"
             )
         restored = copied(self.copies)
-        first = next(iter(now), None)  # where nothing took their place, they are as they were
+        first = next(iter(now), None)  # None if nothing replaced them: the copies keep dtype and device
         like = {path: path if path in now else first for path in restored}
         return {p: v if (at := like[p]) is None else left[at].follow(v, now[at]) for p, v in restored.items()}
 
 
 def copied(values: Mapping[str, Any], tensors: Mapping[int, Tensor] | None = None) -> dict[str, Any]:
-    """Copies of modules and tensors; ties stay ties.
+    """Copy modules and tensors; shared ones stay shared.
 
     Args:
         values: modules, parameters and buffers by qualified name.
-        tensors: what takes the place of each tensor, by the id of that; by default copies without gradients.
+        tensors: the new tensors, by the id of the tensor that each replaces; by default, copies without gradients.
     """
     memo: dict[int, Any] = dict(tensors or {})
     if tensors is None:
@@ -139,7 +139,7 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(value, memo)
     shell = memo[id(value)] = without_tensors(
         value
-    )  # deepcopy is slow, and refuses what `weight_norm` has computed
+    )  # deepcopy is slow, and fails for weights that `weight_norm` has computed
     for registry in REGISTRIES[:2]:
         tensors = getattr(value, registry)
         shell.__dict__[registry] = {n: None if t is None else memo[id(t)] for n, t in tensors.items()}

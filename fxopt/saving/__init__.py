@@ -1,4 +1,4 @@
-"""Saving and loading: a graph as data beside its weights, without pickle and without code."""
+"""Saves and loads a graph as data together with its weights, without pickle and without code."""
 
 from fxopt.saving.folder import load, save
 

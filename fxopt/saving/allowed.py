@@ -1,9 +1,9 @@
-"""The functions and classes that a saved graph may call or make, by name.
+"""The functions and classes that a saved graph may call or create, by name.
 
-A file is data from anywhere: a name in it is looked up in a table of operators that compute, or is a class of a kind
-that only holds values. Nothing else is found, and no attribute of anything is followed. So `os.system`, `torch.load`
-or a walk through dunder attributes has no name here; neither have operators that take functions or open files. A name
-imports a module only where the path of the module is one of those that define such classes.
+A file is not trusted: a name in it must be in a table of operators that compute, or name a class of a kind that only contains
+values. No other object can be named, and attributes are not followed. So `os.system`, `torch.load` and chains of dunder
+attributes have no name, and neither have operators that accept functions or open files. A name imports a module only if the
+module is one of those that define such classes.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from fxopt.objects import qualified_name
 from fxopt.rewriting.transformation import Transformation
 from fxopt.torch_internals import OpOverload, OpOverloadPacket, bindings, dispatch_has_kernel, schema_of
 
-# Tensor methods that run a function, hand out memory or change how an object is stored.
+# Tensor methods that run a function, expose memory or change how an object is stored.
 _DENIED_METHODS = {
     *("apply_", "map_", "map2_", "register_hook", "register_post_accumulate_grad_hook", "reinforce"),
     *("const_data_ptr", "data_ptr", "numpy", "record_stream", "set_", "share_memory_", "storage"),
     *("as_subclass", "module_load", "new", "storage_type", "untyped_storage"),
-    "values",  # an attribute of caches: this might call what somebody put there
+    "values",  # also an attribute of caches: the call might run an object that was assigned to it
 }
 # Functions that call others, open files or read memory.
 _DENIED_FUNCTIONS = {
     *("autocast", "from_file", "from_numpy", "frombuffer", "lobpcg", "triplet_margin_with_distance_loss"),
 }
 _PRIVATE_METHODS = {"_is_all_true", "_is_any_true", "_nnz", "_indices", "_values"}
-# The functions of `operator` for which Python has signs, and no other: `operator.call` calls what it is given.
+# Only the functions of `operator` that have a sign in Python: `operator.call` would call any object.
 _OPERATORS = {
     *("is_", "is_not", "truth"),
     *(name for name in operator.__all__ if f"__{name.strip('_')}__" in vars(operator) and name != "call"),
@@ -67,7 +67,7 @@ _MORE = {
     ),
     "operator": _OPERATORS,
 }
-# Modules of which a graph may call what computes: in torch what can be overridden, in the others all that is written in C, too.
+# Modules of functions that a graph may call: those that `__torch_function__` can override, and outside of `torch` also builtins.
 _MODULES = (
     *(torch, functional, torch.functional, torch.linalg, torch.fft, torch.special, math),
     *(bindings[name] for name in ("_nn", "_linalg", "_fft", "_special")),
@@ -82,8 +82,8 @@ _OWN = (
     *(modes.enter_autocast, modes.enter_inference_mode, modes.enter_sdpa_kernel, modes.leave),
     modes.set_grad_enabled,
 )
-_PASSES = "fxopt.passes."  # the files in it: the package itself imports what it is told
-# Our own functions that passes write into graphs: any other may hand out more than tensors, as a generator does.
+_PASSES = "fxopt.passes."  # only the files in it: functions of the package itself import any name
+# Functions of fxopt that passes write into graphs. Others may return more than tensors, such as generators.
 _WRITTEN_BY_PASSES = {
     *("fxopt.memory_formats.channels_last", "fxopt.memory_formats.contiguous"),
     "fxopt.passes.change_precision.saturate",
@@ -91,12 +91,12 @@ _WRITTEN_BY_PASSES = {
 _RESTORING = (_PASSES, "fxopt.packing", "fxopt.rewriting.pattern")
 CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, type(...))
 """Types whose values have names."""
-# Types of values; a graph may call them, too.
+# Types of values that a graph may also call.
 _TYPES = (
     *(bytes, frozenset, set),
     *(collections.OrderedDict, torch.Size, torch.Tensor, torch.device, torch.dtype, torch.nn.Parameter),
 )
-# The modules of libraries whose output classes, caches, enumerations and functions with gradients are known by name.
+# Modules of libraries whose output classes, caches, enumerations and autograd functions may be named.
 _LIBRARIES = re.compile(
     r"transformers\.(cache_utils|modeling_outputs|utils\.generic|models\.\w+\.(modeling_\w+|quant_modules|vision))"
     r"|diffusers\.(models|utils\.outputs)(\.(?!__)\w+)*|timm\.(layers|models)(\.(?!__)\w+)*"
@@ -104,13 +104,13 @@ _LIBRARIES = re.compile(
 _OF_LIBRARIES = (collections.OrderedDict, enum.Enum, torch.autograd.Function)
 _CACHES = {"Cache", "CacheLayerMixin"}
 _LAYERS = (torch.nn.Module, Transformation)
-# Operators of torch.ops are those of these namespaces; transformers registers its own where this module is imported.
+# The allowed namespaces of torch.ops; transformers registers its operators when `_REGISTERS` is imported.
 _NAMESPACES = ("aten", "prims", "mkldnn", "transformers")
 _REGISTERS = "transformers.integrations.moe"
 
 
 class Refused(Exception):
-    """A part that no saved graph may have, or that is not there: the text says which, and where."""
+    """A saved graph has a part that is not allowed, or lacks one; the text names the part and its place."""
 
     def __init__(self, what: str) -> None:
         self.what, self.places = what, list[str]()
@@ -121,7 +121,7 @@ class Refused(Exception):
 
 @contextlib.contextmanager
 def within(place: str) -> Iterator[None]:
-    """Tell of what is refused inside which part of a graph module it is."""
+    """Add the name of a part of a graph module to each `Refused` that is raised in the block."""
     try:
         yield
     except Refused as error:
@@ -130,17 +130,17 @@ def within(place: str) -> Iterator[None]:
 
 
 class Names:
-    """The objects that have a name in a saved graph.
+    """The objects that a saved graph may name.
 
     Args:
-        trusted: classes, functions and operators of the user that have one, too.
+        trusted: further classes, functions and operators, of the user.
     """
 
     def __init__(self, trusted: Iterable[Any] = ()) -> None:
         self.trusted: dict[str, Any] = {qualified_name(value): value for value in trusted}
 
     def of(self, value: Any) -> str:
-        """The name of a function, operator or class; Refused where it has none."""
+        """Return the name of a function, operator or class; raise Refused if it has none."""
         if isinstance(value, modes.ApplyFunction):
             return f"apply:{self.of(value.function)}"
         if isinstance(value, Conditional):
@@ -153,7 +153,7 @@ class Names:
         return name
 
     def find(self, name: Any) -> Any:
-        """The object that has a name; Refused where there is none, or where it may not be named."""
+        """Return the object of a name; raise Refused if there is none, or if it must not be named."""
         if not isinstance(name, str):
             return _refuse(name)
         found = self.trusted.get(name) or _functions().get(name)
@@ -166,12 +166,12 @@ class Names:
         return _refuse(name) if found is None else found
 
     def target(self, name: str) -> Any:
-        """The operator or class of values that a graph may call by a name."""
+        """Return the operator or class of values that a graph may call by a name; raise Refused for others."""
         found = self.find(name)
         return _refuse(name) if isinstance(found, type) and issubclass(found, _LAYERS) else found
 
     def restoring(self, name: str) -> Any:
-        """A function by which a pass is undone: one of fxopt, or one that is trusted; Refused for any other name."""
+        """Return a function of fxopt, or a trusted one, that undoes a pass; raise Refused for other names."""
         found = self.trusted.get(name) or _function_of(name, _RESTORING)
         return _refuse(name) if found is None else found
 
@@ -185,9 +185,9 @@ def _refuse(name: object) -> Any:
 
 @functools.cache
 def _functions() -> dict[str, Any]:
-    """Every function and type that a graph may call, and every constant that only has a name."""
+    """Every function and type that a graph may call, and every constant with a name, by name."""
     variable = bindings["_VariableFunctions"]
-    with warnings.catch_warnings():  # it looks at names that are on their way out
+    with warnings.catch_warnings():  # the list includes deprecated names
         warnings.simplefilter("ignore")
         known = set().union(*torch.overrides.get_overridable_functions().values())
     known |= {getattr(variable, name) for name in dir(variable) if not name.startswith("_")}
@@ -211,7 +211,7 @@ def _functions() -> dict[str, Any]:
 
 @functools.cache
 def _names() -> dict[Any, str]:
-    """The first name of each function; `torch.mm` and `torch.dsmm` are equal, and differ in their own names."""
+    """The first name of each function; the key includes `__name__`, because `torch.mm` equals `torch.dsmm`."""
     pairs = reversed(_functions().items())
     return {(function, getattr(function, "__name__", "")): name for name, function in pairs}
 
@@ -227,7 +227,7 @@ def methods() -> frozenset[str]:
 
 
 def _operator(name: str) -> Any:
-    """An operator of `torch.ops`, if it is one of torch's dispatcher, which opens no file; None otherwise."""
+    """An operator of `torch.ops`, if it belongs to torch's dispatcher and opens no file; None otherwise."""
     namespace, *path = name.removeprefix("torch.ops.").split(".")
     if namespace not in _NAMESPACES or len(path) not in (1, 2) or not all(map(str.isidentifier, path)):
         return None
@@ -251,7 +251,7 @@ def _is_dispatched(overload: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _defined(name: str) -> Any:
-    """A class that holds values, a layer, a pass, or a public function of a pass, by its own name; None for any other."""
+    """A class of values, a layer, a pass, or a function that passes write into graphs, by its own name; otherwise None."""
     path = name.rpartition(".")[0]
     of_library = _LIBRARIES.fullmatch(path) is not None
     if of_library:
@@ -269,13 +269,13 @@ def _defined(name: str) -> Any:
 
 
 def _function_of(name: str, modules: str | tuple[str, ...]) -> Any:
-    """A function that one of these modules defines; else None."""
+    """A function that is defined in one of these modules; otherwise None."""
     found = _found(name) if name.rpartition(".")[0].startswith(modules) else None
     return found if isinstance(found, types.FunctionType) else None
 
 
 def _found(name: str) -> Any:
-    """The object that an imported module defines by this name; None where it has none, or imports it."""
+    """The object of this name in an imported module; None if there is none, or if another module defines it."""
     path, _, own = name.rpartition(".")
     found = getattr(sys.modules.get(path), own, None)
     return found if qualified_name(found) == name else None

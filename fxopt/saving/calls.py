@@ -1,4 +1,4 @@
-"""Checks the nodes of a saved graph, so that the code that is generated from it does what its nodes say."""
+"""Checks the nodes of a saved graph, so that the code generated from the graph runs nothing but its nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), range, torch.device, Reference, enum.Enum),
     *CONSTANTS,
 )
-# Functions that look up, make or change what they are told.
+# Functions that find, create or change objects by names or attributes in their arguments.
 _BY_NODES = (getattr, objects.build_object, objects.find, objects.set_attributes, objects.set_items)
 
 
@@ -28,11 +28,11 @@ def check_node(names: Names, op: str, target: Any, args: Any, kwargs: Mapping[st
     """Raise Refused unless a node is a call that a saved graph may make.
 
     Args:
-        names: what may be named.
-        op: of the node.
-        target: of the node; a function, or a text.
-        args: of the node, with a `Reference` for each node among them.
-        kwargs: of the node.
+        names: the objects that may be named.
+        op: the op of the node.
+        target: the target of the node: a function, or a text.
+        args: the positional arguments, with a `Reference` in place of each node.
+        kwargs: the keyword arguments.
     """
     _check_arguments(names, (*args, *kwargs.values()))
     for name in kwargs:
@@ -52,7 +52,7 @@ def check_node(names: Names, op: str, target: Any, args: Any, kwargs: Mapping[st
 
 def check_path(path: Any) -> None:
     """Raise Refused unless a text is the qualified name of a module or tensor."""
-    # Python normalizes the letters of code: others may become underscores.
+    # Python normalizes names in code, so other letters may become underscores.
     normal = isinstance(path, str) and unicodedata.is_normalized("NFKC", path)
     parts = path.split(".") if normal else [""]
     names = (f"_{part.replace('-', '_')}" for part in parts)  # torch.fx writes `getattr(self, "-1")`
@@ -64,14 +64,17 @@ def check_path(path: Any) -> None:
 
 
 def check_name(name: Any) -> None:
-    """Raise Refused unless a text may stand in code as the name of a value."""
+    """Raise Refused unless a text can be the name of a value in code."""
     fits = isinstance(name, str) and name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
     if not fits:
         raise Refused(f"the name {name!r}, which code cannot have")
 
 
 def check_value(names: Names, value: Any) -> None:
-    """Raise Refused where a layer or an object would call, in the place of a method, what only nodes may, or layers of a class."""
+    """Raise Refused if a value contains a function that only nodes may call, or a class of layers or passes.
+
+    Assigned to an attribute, such an object could be called as a method.
+    """
     for part in parts(value):
         makes_layers = isinstance(part, type) and issubclass(part, torch.nn.Module | Transformation)
         if (makes_layers or any(part is each for each in _BY_NODES)) and not _is_trusted(names, part):
@@ -81,7 +84,7 @@ def check_value(names: Names, value: Any) -> None:
 
 
 def parts(value: Any) -> Iterator[Any]:
-    """The values in nested containers, keys too, that are no containers themselves."""
+    """Yield the leaves of nested containers, including keys."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, slice):
@@ -98,7 +101,7 @@ def _is_trusted(names: Names, value: Any) -> bool:
 
 
 def _check_arguments(names: Names, values: tuple[Any, ...]) -> None:
-    """The code has a value as it reads; no other kind may stand there, as a module that describes itself as it likes."""
+    """Raise Refused unless arguments are plain or trusted values: code contains their `repr`, which objects may define."""
     for part in parts(values):
         if isinstance(part, type):
             check_value(names, part)
@@ -108,7 +111,7 @@ def _check_arguments(names: Names, values: tuple[Any, ...]) -> None:
 
 def _check_function(names: Names, target: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
     names.target(names.of(target))
-    # The `key` of a builtin is a function that it calls.
+    # Builtins call the function that is passed as `key`.
     if kwargs and (target in _BY_NODES or (target in BUILTINS and target not in (dict, int))):
         raise Refused(f"{target.__name__} with keywords")
     if target is getattr:

@@ -1,11 +1,11 @@
-"""Conditions on sizes in a saved graph: arithmetic, and nothing more, because a guard makes them a function of Python."""
+"""Checks that conditions on sizes in a saved graph are only arithmetic, because guards compile them to Python functions."""
 
 from __future__ import annotations
 
 import ast
 import re
 
-# What torch writes of sizes: arithmetic, comparisons, and calls of the functions below.
+# The syntax of torch's expressions of sizes: arithmetic, comparisons, and calls of the functions below.
 _PARTS = (
     *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.IfExp, ast.BoolOp, ast.boolop),
     *(ast.UnaryOp, ast.unaryop, ast.BinOp, ast.operator, ast.Compare, ast.cmpop, ast.Call, ast.Attribute),
@@ -14,7 +14,7 @@ _FUNCTIONS = re.compile(r"abs|bool|float|int|max|min|round|math\.[a-zA-Z]\w*|tor
 
 
 def is_arithmetic(text: object) -> bool:
-    """Tell whether a text is an expression in sizes that computes and does nothing else.
+    """Tell whether a text is an expression of sizes that has no effect but to compute a value.
 
     Example:
         >>> is_arithmetic("max(s0, 2) % 8 == 0 and math.floor(s0 / 3) < 5"), is_arithmetic("open('x').write(s0)")

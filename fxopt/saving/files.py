@@ -1,4 +1,4 @@
-"""The folder on disk: `graph.json`, which names the file with the weights, so that both are put in place at once."""
+"""The folder on disk: `graph.json` names the file with the weights, so that one rename replaces both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMAT = 3
 
 
 def write(folder: Path, document: Mapping[str, Any], entries: Mapping[str, Tensor]) -> None:
-    """Write both files, all or nothing; SaveError where that fails."""
+    """Write both files, or neither: raise SaveError if one of them fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fxopt-", dir=folder) as new:
@@ -35,7 +35,7 @@ def write(folder: Path, document: Mapping[str, Any], entries: Mapping[str, Tenso
             save_file(dict(entries), weights)
             digest = _digest(weights)
             graph.write_text(_sealed(document, digest), encoding="utf-8")
-            shutil.copymode(graph, weights)  # safetensors lets the user alone read
+            shutil.copymode(graph, weights)  # safetensors makes the file readable only for the user
             for file in (weights, graph):
                 with file.open("rb+") as written:
                     os.fsync(written.fileno())
@@ -45,9 +45,9 @@ def write(folder: Path, document: Mapping[str, Any], entries: Mapping[str, Tenso
 
 
 def _put_in_place(folder: Path, graph: Path, weights: Path, target: Path) -> None:
-    """Rename the new files, the weights first: whoever reads the folder meanwhile finds those that its graph names."""
+    """Rename the new files, the weights first, so that a reader always finds the weights that `graph.json` names."""
     old = target
-    with contextlib.suppress(LoadError):  # there is none, or it is not of fxopt
+    with contextlib.suppress(LoadError):  # no old file, or not one of fxopt
         old = weights_file(folder, _document(folder).get("weights"))
     was_there = target.exists()
     os.replace(weights, target)
@@ -62,13 +62,13 @@ def _put_in_place(folder: Path, graph: Path, weights: Path, target: Path) -> Non
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The document and the tensors; LoadError where a file is missing, damaged or of another format."""
+    """Return the document and the tensors; raise LoadError if a file is missing, damaged or of another format."""
     while True:
         document = _document(folder)
         try:
             return document, _tensors(weights_file(folder, document.get("weights")), document)
         except LoadError:
-            if _document(folder) == document:  # no other save has replaced both meanwhile
+            if _document(folder) == document:  # no other save has replaced the files in the meantime
                 raise
 
 
@@ -78,7 +78,7 @@ def weights_file(folder: Path, digest: object) -> Path:
 
 
 def as_read(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A document as it comes back from its file."""
+    """Return a document as it is when it is read from a file."""
     read: dict[str, Any] = json.loads(json.dumps(document, allow_nan=False))
     return read
 
@@ -117,13 +117,13 @@ def _explained(path: Path) -> Iterator[None]:
         raise LoadError(f"{path} is missing: give a folder that fxopt.save wrote.") from error
     except LoadError:
         raise
-    except Exception as error:  # whatever a file may hold
+    except Exception as error:  # a file may contain anything
         what = error_text(error)
         raise LoadError(f"{path} is cut off, or no file that fxopt saved ({what}). {_AGAIN}") from error
 
 
 def _sealed(document: Mapping[str, Any], weights: str) -> str:
-    """The text of `graph.json`, with each node and module on a line of its own."""
+    """The text of `graph.json`, with one line for each node and module."""
     versions = {"fxopt": __version__, "torch": torch.__version__}
     content = {"format": FORMAT, "versions": versions, "weights": weights, **document}
     text = json.dumps({**content, "sha256": _seal(content)}, allow_nan=False)

@@ -26,22 +26,23 @@ from fxopt.submodules import GRAPHS, original
 def save(module: torch.nn.Module, folder: str | os.PathLike[str], *, trusted: Iterable[Any] = ()) -> None:
     """Save a graph module as data: its graph in `graph.json`, its tensors in safetensors.
 
-    Everything goes to the file that the graph runs with: layers, parameters and buffers (those that are not persistent,
-    too), ties, training flags, guards, the places in the model that nodes come from, `.config` of a transformers model,
-    and the record of passes, so that `fxopt.undo` works on what `load` gives. Not kept are gradients, the description of
-    values in `node.meta["val"]`, without which passes may refuse more (apply them first), `gm.meta`, and a `.config` that
-    is not rebuilt from its `to_dict()`. A pass whose changes are no data stays in `fxopt.history` and cannot be undone.
+    The folder contains everything that the graph needs to run: layers, parameters, buffers (including non-persistent ones),
+    ties, training flags and guards. It also contains the source location of nodes, `.config` of a transformers model, and the
+    record of passes, so that `fxopt.undo` works after `load`. Not saved are gradients, `gm.meta`, and a `.config` that cannot
+    be rebuilt from its `to_dict()`. The fake tensors in `node.meta["val"]` are not saved either. Without them, passes may
+    refuse more sites, so apply passes before you save. A pass whose changes are not data stays in `fxopt.history`, but cannot
+    be undone.
 
-    Of a module that `fxopt.optimize` made, the graphs are saved that it has so far, and no record of passes.
+    For a module that `fxopt.optimize` made, `save` writes its current graphs, without the record of passes.
 
     Args:
         module: a captured module, any `torch.fx.GraphModule`, or a module that `fxopt.optimize` made.
-        folder: where it goes. What `save` has written there before is replaced; other files stay.
-        trusted: classes and functions of yours that the graph calls or has as layers; `load` needs the same.
+        folder: the folder to write. Files of an earlier `save` are replaced; other files stay.
+        trusted: your own classes and functions that the graph calls or has as layers; `load` needs the same.
 
     Raises:
-        SaveError: it holds what is no data, or calls what `load` would refuse; or the folder cannot be written. What was
-            in the folder is there as before.
+        SaveError: the module contains objects that are not data, or calls functions that `load` would refuse; or the folder
+            cannot be written. The content of the folder is then unchanged.
 
     Example:
         >>> import fxopt, tempfile, torch
@@ -66,26 +67,26 @@ def load(
     device: torch.device | str | None = None,
     trusted: Iterable[Any] = (),
 ) -> Any:
-    """Load what `save` wrote: the same graph, code, names, weights, guards and outputs.
+    """Load a module that `save` wrote, with the same graph, code, names, weights, guards and outputs.
 
-    Nothing is unpickled and no code out of the folder runs: operators and classes are looked up by name among those that
-    a graph may use, and anything else is refused. So a folder from anywhere can be loaded; what its graph computes, only
-    whoever made it knows. The digests in the folder find damage, they do not say who wrote it. `.config` is the dict of
-    the configuration's `to_dict()`, unless its class is in `trusted`: the `from_dict` of some classes asks the hub.
+    Nothing is unpickled, and no code from the folder runs: operators and classes are looked up by name among those that a
+    graph may use, and all others are refused. So you can load a folder from an unknown source, but its graph may compute
+    anything. The digests in the folder detect damage; they do not prove who wrote it. `.config` is the dict of the
+    configuration's `to_dict()`, unless its class is in `trusted`: the `from_dict` of some classes accesses the hub.
 
     Args:
-        folder: of `save`.
-        device: where the tensors go; by default where they were.
-        trusted: the same classes and functions as for `save`, and the class that `.config` is to have again.
+        folder: the folder that `save` wrote.
+        device: the device of the tensors; by default the device that each had.
+        trusted: the same classes and functions as for `save`, and the class of `.config` to restore the configuration.
 
     Returns:
-        A `TracedModule`, or a `torch.fx.GraphModule` where one was saved. Of a module that `fxopt.optimize` made, a module
-        that computes the same by its graphs, with the kernels that are the fastest on this machine for the layers that had
-        one. It is not of the model's class, has no `generate()`, and raises a `GuardError` for inputs that no graph takes.
+        A `TracedModule`, or a `torch.fx.GraphModule` if one was saved. For a module that `fxopt.optimize` made, a module that
+        computes the same by its graphs; its packed layers get the fastest kernels on this machine. It is not of the model's
+        class, has no `generate()`, and raises a `GuardError` for inputs that no graph accepts.
 
     Raises:
-        LoadError: a file is missing, cut off, changed, or of a newer format; the graph names what is refused, or what is
-            not installed here; or a tensor goes to a device that is not there.
+        LoadError: a file is missing, cut off, changed, or of another format; the graph names objects that are refused or not
+            installed here; or a device of a tensor is not available.
 
     Example:
         >>> import fxopt, tempfile, torch
@@ -107,7 +108,7 @@ def load(
 
 @contextlib.contextmanager
 def _told(kind: type[Exception], what: str) -> Iterator[None]:
-    """Tell of any error what it means; a file, and the classes of a user, can be made to raise whatever they like."""
+    """Raise any error in the block as `kind`: a file, and classes of users, may raise anything."""
     try:
         yield
     except Refused as error:
@@ -140,7 +141,7 @@ def _with_graphs(module: nn.Module) -> GraphModule | GraphSet:
 
 
 def _compare(root: nn.Module, made: nn.Module) -> None:
-    """Raise Refused where what would be loaded has other code, but for the types of nodes that are not kept."""
+    """Raise Refused if the module that `load` would return has other code, ignoring types of nodes, some of which are lost."""
     graphs = ([m.graph for m in each.modules() if isinstance(m, GraphModule)] for each in (root, made))
     for graph, other in zip(*graphs, strict=True):
         for node, copied in zip(graph.nodes, other.nodes, strict=True):

@@ -1,4 +1,4 @@
-"""A saved module of `fxopt.optimize` that was loaded: its graphs, with kernels chosen for the machine that loads them."""
+"""The loaded form of a module of `fxopt.optimize`: its graphs, with kernels chosen for this machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fxopt.memory_formats import images_in_channels_last
 from fxopt.tuning import fastest
 
 Call = tuple[int, tuple[str, ...], tuple[int, ...]]
-"""How many arguments a call gives by position, the names of the others, and which are images in channels_last."""
+"""The number of positional arguments of a call, the names of the others, and the positions of images in channels_last."""
 
 
 class GraphSet(nn.Module):
-    """Computes a forward by the first of some graphs that takes the inputs.
+    """Computes a forward by the first of several graphs that accepts the inputs.
 
     Args:
-        graphs: in the order in which they are tried, each with the kind of call that it was made for.
-        tune: whether kernels are measured.
+        graphs: the graphs in the order in which they are tried, each with the kind of call that it was made for.
+        tune: whether `choose_kernels` measures kernels; otherwise it does nothing.
     """
 
     def __init__(self, graphs: Iterable[tuple[Call, GraphModule]], tune: bool) -> None:
@@ -32,10 +32,10 @@ class GraphSet(nn.Module):
         self.training = made[0].training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the model does; GuardError where no graph was made for such inputs."""
+        """Compute the outputs of the model; raise GuardError if no graph accepts the inputs."""
         call, reasons = (len(args), tuple(kwargs), images_in_channels_last(args, kwargs)), list[str]()
         graphs = zip(self.calls, self.graphs, strict=True)
-        # The order of names may matter. Folders of earlier versions say nothing of images.
+        # Try graphs for the same kind of call first: the order of names may matter. Old folders do not record images.
         for (count, names, *_), graph in sorted(graphs, key=lambda each: each[0] != call[: len(each[0])]):
             if count == len(args) and set(names) == kwargs.keys():
                 try:
@@ -51,7 +51,7 @@ class GraphSet(nn.Module):
         )
 
     def choose_kernels(self) -> None:
-        """Give packed layers the kernels that are the fastest on this machine, for the inputs that they were packed for."""
+        """Give packed layers the fastest kernels on this machine, for the input shapes that they were packed for."""
         graphs: Any = self.graphs
         for graph in graphs if self.tune else ():
             for node in graph.graph.find_nodes(op="call_module"):

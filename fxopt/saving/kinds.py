@@ -1,7 +1,7 @@
-"""The words of a saved folder: the kinds of values, and the parts of a module.
+"""The vocabulary of a saved folder: the kinds of values, and the parts of a module.
 
-JSON that is no value by itself is an object with one key that says its kind: `(1, nan)` is `{"tuple": [1, {"float": "nan"}]}`,
-a node `{"node": "add_1"}`, a tensor `{"tensor": "weight"}`, a function `{"name": "torch.add"}`.
+A value that JSON does not have is an object with one key, its kind: `(1, nan)` is `{"tuple": [1, {"float": "nan"}]}`, a node
+`{"node": "add_1"}`, a tensor `{"tensor": "weight"}`, a function `{"name": "torch.add"}`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ PARTS: dict[type, Callable[[Any], Any]] = {
     range: _ENDS,
     complex: operator.attrgetter("real", "imag"),
 }
-"""The parts of which the types of Python and torch are made again."""
+"""For types of Python and torch, the function that splits a value into the parts from which it is made again."""
 OF_SEVERAL_PARTS = (slice, range, complex)
-"""Those whose parts are the arguments; the others take one, which has all of them."""
+"""The types whose constructor takes each part as an argument; the others take one argument with all parts."""
 
 DATA: dict[str, Any] = {
     cls.__name__: cls
@@ -49,10 +49,10 @@ DATA: dict[str, Any] = {
         *(Step, NodeEdit, NodeState, Redirect, Swapped, Left, Keep),
     )
 }
-"""Classes of fxopt that are their fields."""
+"""Classes of fxopt whose objects consist of their fields only."""
 
 ANNOTATIONS = {kind.__name__: kind for kind in (bool, float, int, str, Tensor)}
-"""The types of nodes. A node of any other type is written without it, which changes nothing."""
+"""The types of nodes that are saved. Other types are dropped, which does not change what a node computes."""
 
 GRAPHS = {cls.__name__: cls for cls in (TracedModule, GraphModule)}
 """Modules with a graph."""
@@ -62,15 +62,15 @@ MEMBERS = {
     "buffers": (BUFFERS, Tensor),
     "children": (MODULES, nn.Module),
 }
-"""Where a module keeps its members, and what they are."""
+"""For each kind of member of a module, the name of its registry and the type of its values."""
 
 OF_GUARDS = ("inputs", "alternatives", "decisions")
-"""The attributes of an `InputGuard` of which its constructor makes the others."""
+"""The attributes of an `InputGuard` that are saved: the constructor makes the others from these."""
 
 _BARE = {*vars(nn.Module()), COMPILED} - {"training"}
 _DERIVED = {*vars(GraphModule(nn.Module(), torch.fx.Graph())), *DERIVED_FROM_GRAPH, "_containers"}
 
 
 def no_attributes(module: nn.Module) -> set[str]:
-    """The names below which a module keeps its members and hooks, and what torch.fx derives from its graph."""
+    """The attributes that are not saved: registries of members and hooks, and values that torch.fx derives from the graph."""
     return _BARE | _DERIVED - {"training"} if isinstance(module, GraphModule) else _BARE

@@ -1,4 +1,4 @@
-"""Makes modules of what `Writer` wrote, or anybody else: whatever would do more than compute is refused."""
+"""Makes modules from a document of `Writer`, or of anyone else: everything that may do more than compute is refused."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ _KINDS: dict[str, Any] = {kind.__name__: kind for kind in PARTS}
 
 
 class Reader:
-    """Makes modules; Refused, or any error of Python, where they cannot be made.
+    """Makes modules from a document; raises Refused, or any other error, if this is not possible.
 
     Args:
-        names: what may be named.
-        document: what `Writer.document` gave.
+        names: the objects that may be named.
+        document: the document that `Writer.document` returned.
         tensors: the tensors by key.
 
     Attributes:
-        modules: what was made, the root first.
+        modules: the modules, the root first.
     """
 
     def __init__(self, names: Names, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self._names, self._tensors, self._origins = names, tensors, document["origins"]
         entries = document["modules"]
-        # All are made before any is filled, because attributes may hold others.
+        # Make all modules before filling any, because attributes may contain other modules.
         self.modules = [self._empty(entry) for entry in entries]
         for step in (self._fill, self._give_graph):
             for module, entry in zip(self.modules, entries, strict=True):
@@ -62,7 +62,7 @@ class Reader:
                     step(module, entry)
 
     def read(self, data: Any) -> Any:
-        """The value that was written; Refused where this is none."""
+        """Return the value that was written; raise Refused if `data` is not valid."""
         if isinstance(data, list):
             return list(map(self.read, data))
         if not isinstance(data, dict):
@@ -73,7 +73,7 @@ class Reader:
             return made(*parts) if made in OF_SEVERAL_PARTS else made(parts)
         match kind:
             case "node":
-                check_name(content)  # code has it as it reads
+                check_name(content)  # the name is inserted into code
                 return Reference(content)
             case "tensor":
                 return self._tensors[content]
@@ -100,7 +100,7 @@ class Reader:
             raise Refused(f"{name}, which is not made of data")
         fields = self._members(content)
         if cls is Swapped and undone_by is not None:
-            # Nowhere else does a graph hold functions with arguments.
+            # Only `Swapped.restore` may contain a function with arguments.
             function, args, keywords = undone_by
             restoring = functools.partial(self._names.restoring(function), *self.read(args))
             fields["restore"] = functools.partial(restoring, **self.read(keywords))
@@ -108,7 +108,7 @@ class Reader:
         return cls(**fields)
 
     def _check(self, cls: type, fields: Mapping[str, Any]) -> None:
-        """Raise Refused where the fields would make an object that runs more than it should."""
+        """Raise Refused if an object with these fields would run code that is not allowed."""
         if cls is NodeState:
             check_node(self._names, **fields)
         elif cls is Step:
@@ -130,7 +130,7 @@ class Reader:
             check_name(entry["name"])
             return GRAPHS[entry["class"]](nn.Module(), Graph(), entry["name"])
         cls = self._names.find(entry["class"])
-        # A record keeps what it takes for nodes: it is made of the steps of a graph module alone.
+        # A record of passes must only be made from the steps of a graph module.
         refused = (GraphModule, PassRecord)
         if not isinstance(cls, type) or not issubclass(cls, nn.Module) or issubclass(cls, refused):
             raise Refused(f"{entry['class']}, which is no class of layers")
@@ -163,7 +163,7 @@ class Reader:
         return {name: self.read(data) for name, data in written.items()}
 
     def _config(self, data: Any) -> Any:
-        """The configuration of a model, or its content where its class is not trusted: the graph runs without it."""
+        """The configuration of a model, or its content as a dict if its class is not trusted: the graph does not need it."""
         if isinstance(data, dict) and "config" in data and data["config"][0] not in self._names.trusted:
             data = data["config"][1]
         return self.read(data)
@@ -173,7 +173,7 @@ class Reader:
             return
         graph, made = Graph(), dict[str, Node]()
         modules = dict(module.named_modules(remove_duplicate=False))
-        # What nodes may call and read: no attribute of a class is reached.
+        # The modules and attributes that nodes may call and read; attributes of classes are not among them.
         there = {
             "call_module": {*modules},
             "get_attr": {
@@ -181,7 +181,7 @@ class Reader:
                 for path, owner in modules.items()
                 for name, value in {**vars(owner), **parameters_of(owner), **buffers_of(owner)}.items()
                 if name not in no_attributes(owner)
-                and not any(map(callable, parts(value)))  # which a graph would get into its hands
+                and not any(map(callable, parts(value)))  # a graph must not get callable objects as values
             },
         }
         for data in entry["nodes"]:
@@ -211,4 +211,4 @@ class Reader:
 
 
 _SIZES: dict[type, str] = {SizeGuard: "condition", TensorSpec: "shape", NumberSpec: "value"}
-"""The fields with expressions of which a guard makes functions of Python."""
+"""The fields with expressions that a guard compiles to Python functions."""

@@ -1,4 +1,4 @@
-"""Tensors as entries of a safetensors file: each once, with what ties them and how they lie in memory."""
+"""Stores tensors as entries of a safetensors file: shared memory once, and the layout of each tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxopt.objects import qualified_name
 from fxopt.saving.allowed import Refused
 from fxopt.torch_internals import storage_identity
 
-# The dtypes that safetensors knows, and complex numbers, which are stored as pairs.
+# The dtypes that safetensors supports, and complex numbers, which are stored as pairs.
 _STORED = {
     *(
         "bool",
@@ -35,7 +35,7 @@ class TensorTable:
     """The tensors of a module, by key.
 
     Args:
-        module: gives its tensors the names that they have in its `state_dict`.
+        module: the module; the keys of its parameters and buffers are their qualified names.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -45,20 +45,20 @@ class TensorTable:
         self.tensors: dict[str, Tensor] = {}
 
     def key(self, tensor: Tensor) -> str:
-        """The key of a tensor, the same whenever it is the same tensor; Refused where it cannot be stored."""
+        """Return the key of a tensor, which is always the same for one tensor; raise Refused if it cannot be stored."""
         if id(tensor) not in self._keys:
             _check(tensor)
-            # No name of a module that can be saved has a colon.
+            # Names with a colon are free, because modules with such names cannot be saved.
             self._keys[id(tensor)] = key = self._names.get(id(tensor), f"unnamed:{len(self.tensors)}")
             self.tensors[key] = tensor
         return self._keys[id(tensor)]
 
     def stored(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-        """The tensors that go into the file, and a description of each."""
+        """Return the entries of the file, and a description of each tensor."""
         sharing: dict[Any, list[str]] = {}
         for key, tensor in self.tensors.items():
             storage = tensor.untyped_storage()
-            # Two storages may have the same memory, as those of an array of numpy.
+            # Two storages may share memory, such as those of one numpy array.
             place = tensor.device, storage.data_ptr() or storage_identity(storage)
             sharing.setdefault(place, []).append(key)
         entries: dict[str, Tensor] = {}
@@ -84,12 +84,12 @@ class TensorTable:
 def restored(
     entries: Mapping[str, Tensor], described: Mapping[str, Mapping[str, Any]], device: torch.device | None
 ) -> dict[str, Tensor]:
-    """The tensors that were described, of what was in the file; Refused where the two do not fit.
+    """Make the described tensors from the entries of a file; raise Refused if the two do not match.
 
     Args:
-        entries: the tensors of the file.
-        described: what `TensorTable.stored` says of each tensor.
-        device: where they go; None is where they were.
+        entries: the entries of the file.
+        described: the description of each tensor from `TensorTable.stored`.
+        device: the device of the tensors; None for the device that each had.
     """
 
     moved: dict[str, Tensor] = {}
@@ -97,7 +97,7 @@ def restored(
     for key, facts in described.items():
         entry, place = facts["entry"], device or facts["device"]
         try:
-            # A copy, because how memory is aligned may show in the last bits of a product.
+            # Clone the entry, because the alignment of memory may change the last bits of a product.
             tensor = moved[entry] = moved[entry] if entry in moved else entries[entry].clone().to(place)
         except (RuntimeError, AssertionError) as error:
             raise Refused(
@@ -109,7 +109,7 @@ def restored(
         if str(tensor.dtype) != facts["dtype"]:
             raise Refused(f"{key} is {tensor.dtype}, not {facts['dtype']}")
         tensor = tensor.as_strided(facts["shape"], facts["stride"], facts["offset"])
-        # What shares an entry shares its memory, and is a tensor of its own all the same.
+        # Tensors of one entry share its memory, but each is a tensor of its own.
         made[key] = nn.Parameter(tensor, False) if facts["parameter"] else tensor.detach()
         made[key].requires_grad_(facts["requires_grad"])
     return made
@@ -130,7 +130,7 @@ def _check(tensor: Tensor) -> None:
 
 
 def _memory(tensors: list[Tensor]) -> tuple[Tensor, int]:
-    """The memory of tensors of one storage, and where in the storage it begins: all of it, where one tensor is not all."""
+    """The memory of tensors with one storage, and its offset: one contiguous tensor, otherwise the whole storage."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
         return tensors[0], int(tensors[0].storage_offset())
     if len({tensor.dtype for tensor in tensors}) > 1:

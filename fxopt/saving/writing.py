@@ -33,11 +33,11 @@ from fxopt.torch_internals import non_persistent_of
 
 
 class Writer:
-    """Writes a module, and all that is in it; Refused where it cannot be written.
+    """Writes a module and its content; raises Refused if it cannot be written.
 
     Args:
-        names: what may be named.
-        root: a graph module, with the record of its passes and what undo needs, or another module without these.
+        names: the objects that may be named.
+        root: the module; for a graph module, the record of its passes is written, too, so that undo works.
     """
 
     def __init__(self, names: Names, root: nn.Module) -> None:
@@ -45,16 +45,16 @@ class Writer:
         self._names, self._records = names, isinstance(root, GraphModule)
         self._numbers: dict[nn.Module, int] = {}
         self._modules: list[Any] = []
-        # Where nodes come from, each place once.
+        # The origin of nodes in the model, each once.
         self._origins: dict[str, int] = {}
         self.write(root)
 
     def document(self) -> dict[str, list[Any]]:
-        """All but the tensors; the root is the first of the modules."""
+        """Return the document without the tensors; the root is the first of the modules."""
         return {"origins": list(map(json.loads, self._origins)), "modules": self._modules}
 
     def write(self, value: Any) -> Any:
-        """A value as JSON."""
+        """Convert a value to JSON."""
         kind: Any = dict if type(value) is immutable_dict else type(value)
         if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
             return value
@@ -97,7 +97,7 @@ class Writer:
             entry["not_persistent"] = sorted(non_persistent_of(module))
             attributes = self._attributes(module)
             if isinstance(module, TracedModule):
-                config = attributes.pop("config")  # the graph runs without it
+                config = attributes.pop("config")  # the graph does not need it
                 entry["config"] = None if self._refusal(config) else self.write(config)
             entry["attributes"] = self._members(attributes)
             if isinstance(module, GraphModule):
@@ -123,7 +123,7 @@ class Writer:
         return {name: value for name, value in state.items() if name in kept}
 
     def _graph(self, module: GraphModule) -> dict[str, Any]:
-        steps = steps_of(module)  # puts marks back that a pickle has dropped
+        steps = steps_of(module)  # also restores marks that pickling dropped
         return {
             "name": type(module).__name__,
             "nodes": list(map(self._node, module.graph.nodes)),
@@ -154,12 +154,12 @@ class Writer:
                 stacklevel=2,
             )
         if error:
-            # It stays in the history. Undoing it says that what it did is not known any more.
+            # The step stays in the history; undo will report that its changes are no longer known.
             step = dataclasses.replace(step, edits=None, transformation=None, parts=())
         return self.write(step)
 
     def _refusal(self, value: Any) -> Refused | None:
-        """The reason why a value cannot be written, if it cannot."""
+        """Return the reason why a value cannot be written; None if it can."""
         try:
             Writer(self._names, nn.Module()).write(value)
         except Refused as error:
@@ -172,12 +172,12 @@ class Writer:
         described = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
         fields = {field.name: getattr(value, field.name) for field in described if field.init}
         undone_by: list[Any] = []
-        if vars(value) and not described:  # a pass of a user, of which nothing says how it is made
+        if vars(value) and not described:  # a pass of a user, whose constructor is unknown
             raise Refused(f"a {name}, which has attributes and is no dataclass")
         if isinstance(value, NodeEdit):
             fields["meta"] = _origin(value)
         elif isinstance(value, Step):
-            made = value.transformation  # bytes out of a pickle; the changes are known without it
+            made = value.transformation  # maybe bytes from a pickle; undo by the record does not need it
             known = isinstance(made, Transformation) and not self._refusal(made)
             fields["transformation"] = made if known else None
         elif isinstance(value, Swapped) and not isinstance(value.restore, Keep | None):
@@ -189,6 +189,6 @@ class Writer:
 
 
 def _origin(node: Node | NodeEdit) -> dict[str, Any]:
-    """Where in the model a node comes from: classes by their names, as torch.export has them."""
+    """The origin of a node in the model, with names of classes instead of classes, as in torch.export."""
     name: Any = lambda value: qualified_name(value) if isinstance(value, type) else value  # noqa: E731
     return {key: map_aggregate(value, name) for key, value in origin_of(node).items()}

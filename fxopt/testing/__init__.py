@@ -1,4 +1,4 @@
-"""The oracle: whether two modules compute the same, and whether an undo gave everything back.
+"""The oracle: checks that two modules compute the same, and that an undo restored everything.
 
 Fresh weights hide faults (BatchNorm statistics are 0 and 1, biases 0), so call `randomise` first.
 """

@@ -1,4 +1,4 @@
-"""The memory that a result shares: who writes into the result, writes there as well."""
+"""The memory that the result of a call shares with other tensors, where a write into the result is visible, too."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fxopt.objects import tensors_in
 from fxopt.outputs import leaves
 
 MODULE = "what the module keeps"
-"""The name of parameters, buffers and earlier results: whatever is there when the next call begins."""
+"""The name for parameters, buffers and earlier results: all tensors that exist before the call."""
 
 
 def aliases(result: object, inputs: object, keeps: list[Any]) -> frozenset[tuple[str, str]]:
-    """The tensors of a result, each with what it shares memory with.
+    """Find the tensors of a result that share memory.
 
     Args:
         result: the result of a call.
-        inputs: what the call was given.
-        keeps: what the module keeps, in nested containers.
+        inputs: the inputs of the call.
+        keeps: the tensors that the module keeps, in nested containers.
 
     Returns:
-        Pairs of paths: a tensor of the result, and an input, a tensor before it, or itself, where entries that differ are one
-        place in memory; or `MODULE`. Those that are slices of one tensor, but have no entry in common, are no pair.
+        Pairs of a tensor of the result, and an input, an earlier tensor of the result, or `MODULE` that shares its memory; all
+        by path. "itself" stands for a tensor whose own entries overlap. Slices without a common entry are not a pair.
     """
     kept = {storage_of(tensor) for each in keeps for tensor in tensors_in(each) if in_memory(tensor)}
     known = _tensors(inputs, "input")
@@ -41,7 +41,7 @@ def aliases(result: object, inputs: object, keeps: list[Any]) -> frozenset[tuple
 
 
 def _tensors(value: object, path: str) -> list[tuple[str, Tensor]]:
-    """The tensors with values in nested containers, but for those that lie in no memory, or otherwise than by strides."""
+    """The tensors in nested containers, without empty ones and those that are not strided in memory."""
     return [
         (place, tensor)
         for place, tensor in leaves(value, path)
@@ -50,12 +50,12 @@ def _tensors(value: object, path: str) -> list[tuple[str, Tensor]]:
 
 
 def in_memory(tensor: Tensor) -> bool:
-    """Tell whether the values of a tensor lie in memory, by strides."""
+    """Tell whether a tensor has strided memory."""
     return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_meta)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors have an entry in common, or lie in one memory as entries of other sizes."""
+    """Tell whether two tensors have a common entry, or share memory with different element sizes."""
     size = one.element_size()
     if storage_of(one) != storage_of(other):
         return False

@@ -1,4 +1,4 @@
-"""An assertion that users write: one module does what another does."""
+"""Assertions for users: two modules behave alike, and the first node where two graphs diverge."""
 
 from __future__ import annotations
 
@@ -31,38 +31,38 @@ def assert_equivalent(
     factor: float = 2.0,
     floor: float = 4.0,
 ) -> Verdict:
-    """Assert that two modules do the same: outputs, every tensor of them, and what they write.
+    """Assert that two modules behave alike: every tensor of the outputs, and all in-place writes.
 
-    They are called on the inputs, on other and larger values, on NaN and infinities, and, where a graph leaves sizes free, on other
-    sizes. First both in float64, where a correct rewrite agrees to `rtol` and a wrong one does not. Then in
-    their own dtype, where the candidate may be `factor` times as far from the float64 output as the reference
-    itself, plus `floor` units in the last place.
+    Both are called on the inputs, on other and larger values, on NaN and infinities, and on other sizes if a graph has dynamic
+    sizes. The first comparison is in float64, where a correct rewrite agrees to `rtol` and a wrong one does not. The second is in
+    their own dtype, where the candidate may be `factor` times as far from the float64 output as the reference,
+    plus `floor` units in the last place.
 
-    Weights that a pass computed in float32, such as a folded batch normalisation, are rounded, and stay so in
-    a copy in float64. A candidate with such weights is judged by the second rule alone, and the verdict says so: for
-    a proof, apply the pass to the model in float64 as well and give both as `float64`.
+    Weights that a pass computed in float32, such as a folded batch normalisation, are rounded, and a copy in float64
+    keeps the rounding. A candidate with such weights is judged by the second rule only, and the verdict says so. For
+    a proof, apply the pass to the model in float64 as well, and pass both as `float64`.
 
     Args:
         reference: the module that is right.
         candidate: the module to judge.
-        args: positional inputs, in the modules' own dtype; floating ones are converted where needed.
+        args: positional inputs, in the modules' own dtype; floating ones are converted as needed.
         kwargs: keyword inputs.
         float64: reference and candidate in float64. By default, deep copies are converted, which is not possible for a graph
-            with dtype constants, such as a captured BERT: capture `model.double()` as well for these.
+            with dtype constants, such as a captured BERT: for such a graph, capture `model.double()` as well.
         rtol: tolerance in float64, relative to the largest value of each tensor.
         factor: largest accepted ratio of errors vs float64, candidate ÷ reference.
-        floor: units in the last place that are accepted besides, relative to the largest value of each tensor.
+        floor: units in the last place that are accepted in addition, relative to the largest value of each tensor.
 
     Returns:
         The verdict: its grade, and the measured differences.
 
     Raises:
         GuardError: a graph contains dtype constants, and `float64` is not given.
-        AssertionError: an output differs in the type of a container, shape, dtype, device or value, or holds no tensor; a
-            later call changes an earlier result; inputs, buffers or parameters differ after the call; an output shares memory with an
-            input, a weight or another output, and that of the reference does not; a graph takes other inputs; or the reference does
-            not repeat itself, or gives nothing but NaN and infinities. Where the reference is a graph, or the candidate one whose passes can be undone, the
-            message names the first node that parts, as `first_divergence` finds it.
+        AssertionError: an output differs in the type of a container, shape, dtype, device or value, or contains no tensor; a
+            later call changes an earlier result; inputs, buffers or parameters differ after the call; an output shares memory
+            with an input, a weight or another output, and that of the reference does not; a graph accepts other inputs; the
+            reference does not repeat its results; or all its outputs are NaN and infinities. If the reference is a graph, or
+            the candidate a graph whose passes can be undone, the message names the first node whose value diverges.
 
     Example:
         >>> import torch
@@ -74,7 +74,7 @@ def assert_equivalent(
         (1, True)
     """
     wide_reference, wide_candidate = float64 or (None, None)
-    # A copy of the candidate, which comes to the calls that count as it was given.
+    # A copy, so that the oracle's own calls do not change the state of the candidate.
     captured = (
         reference if input_guard(reference) else copy.deepcopy(candidate) if input_guard(candidate) else None
     )
@@ -108,24 +108,24 @@ def first_divergence(
     *,
     float64: tuple[GraphModule, GraphModule] | None = None,
 ) -> Divergence | None:
-    """Find the first node of a changed graph that does not do what the original does.
+    """Find the first node of a changed graph whose value diverges from the original.
 
-    Both are run node by node on the inputs of `assert_equivalent`, in float64 and then in their own dtype. A node is held
-    against the one of its name in the original, or against the one that the log of a pass says it stands for; a new node
-    may give anything, as long as what follows is right.
+    Both graphs are run node by node on the inputs of `assert_equivalent`, in float64 and then in their own dtype. A node is
+    compared with the node of its name in the original, or with the node that it replaces according to the log of a pass. A
+    new node may have any value, as long as the nodes that follow are right.
 
     Args:
-        before: the graph before the passes: a deep copy made then, or `fxopt.undo` of a copy.
-        after: the graph after them.
+        before: the graph before the passes: a deep copy made in advance, or `fxopt.undo` of a copy.
+        after: the graph after the passes.
         args: positional inputs, in the modules' own dtype.
         kwargs: keyword inputs.
-        float64: both graphs in float64, when converted copies do not do.
+        float64: both graphs in float64, if copies cannot be converted.
 
     Returns:
-        The node with its module, the line of the model and the pass that touched it last; `None` where no node parts.
+        The node with its module, the line of the model and the pass that changed it last; `None` if no node diverges.
 
     Raises:
-        TypeError: `before` or `after` is no graph module.
+        TypeError: `before` or `after` is not a graph module.
 
     Example:
         >>> import copy, torch
@@ -150,10 +150,10 @@ def place_of_error(
     candidate: nn.Module,
     float64: tuple[nn.Module, nn.Module] | None = None,
 ) -> str:
-    """Where a candidate that the oracle calls wrong parts from the reference; empty where nothing tells.
+    """Describe where a wrong candidate diverges from the reference; empty if that cannot be found.
 
-    The nodes of the reference tell, or those of the candidate with its passes undone; of a graph without passes, what the
-    model computes on its way.
+    The candidate is compared node by node with the reference, or with its own graph after undo of its passes. A graph
+    without passes is compared with the intermediate values of the model.
     """
     pairs = [(reference, candidate), *([float64] if float64 else [])]
     try:
@@ -163,13 +163,13 @@ def place_of_error(
             found = oracle.first_divergence(*graphs[0], *graphs[1:])  # type: ignore[arg-type]
         elif isinstance(candidate, GraphModule) and not history(candidate):
             found = oracle.parting_place(reference, candidate)
-    except Exception as error:  # such as one of the model: the verdict stands, whatever this is
+    except Exception as error:  # such as one of the model: it must not hide the verdict
         return f"where, cannot be told: {error_text(error)}"
     return str(found or "")
 
 
 def _original(reference: nn.Module, candidate: nn.Module) -> GraphModule | None:
-    """The graph that a candidate was made of: the reference, or the candidate with its passes undone."""
+    """The graph before the passes: the reference, or a copy of the candidate with its passes undone; None if there is none."""
     if isinstance(reference, GraphModule):
         return reference
     if not isinstance(candidate, GraphModule) or not (steps := len(history(candidate))):

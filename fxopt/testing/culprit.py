@@ -1,4 +1,4 @@
-"""Finds the passes of a pipeline that make a graph wrong, and their sites: the smallest sets that do."""
+"""Search for the smallest sets of passes, and of sites, that make a graph wrong."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Culprit:
     """The passes and sites that make a graph wrong.
 
     Attributes:
-        passes: the passes that are needed for it, in order; most often one.
-        sites: the names of the nodes that stand for the sites of the last one that are needed; empty where it has none.
-        of: how many sites it has.
-        reason: why the graph is wrong that these passes make at these sites.
-        divergence: where it first parts from what the last of these passes was given.
+        passes: the passes that are needed to make the graph wrong, in order; most often one.
+        sites: the needed sites of the last pass, by the names of their nodes; empty if the pass has none.
+        of: the number of all sites of the last pass.
+        reason: why the graph is wrong after these passes at these sites.
+        divergence: where the graph first diverges from the input of the last pass.
     """
 
     passes: tuple[Transformation, ...]
@@ -41,7 +41,7 @@ class Culprit:
 
     @property
     def steps(self) -> tuple[Transformation, ...]:
-        """The passes, the last one at the guilty sites alone: applied in order, they make a wrong graph."""
+        """The passes, the last one restricted to the guilty sites: applied in order, they make a wrong graph."""
         *others, last = self.passes
         if not isinstance(last, Rewrite) or len(self.sites) in (0, self.of):
             return self.passes
@@ -51,7 +51,7 @@ class Culprit:
         *others, last = map(repr, self.passes)
         after = f" after {', '.join(others)}" if others else ""
         some = ", ".join(self.sites[:3]) + (", ..." if len(self.sites) > 3 else "")
-        alone = "already " if len(self.sites) < self.of else ""  # what needs fewer sites than all
+        alone = "already " if len(self.sites) < self.of else ""  # fewer sites than all suffice
         at = f", {alone}at {len(self.sites)} of its {self.of} sites ({some})" if self.sites else ""
         return f"{last}{after} is wrong{at}" + (f"; {self.divergence}" if self.divergence else "")
 
@@ -65,17 +65,17 @@ def find_culprit(
 ) -> Culprit | None:
     """Find the fewest passes of a pipeline that make a graph wrong, and the fewest sites of the last of them.
 
-    Halves of the passes, then of the sites, are left out as long as the rest is wrong in the same way, then smaller parts:
-    some 2 log2(n) trials where one of n is to blame.
+    The search leaves out halves of the passes, then smaller parts, as long as the rest is wrong in the same way; then it
+    does the same with the sites. If one of n is to blame, it takes about 2 log2(n) trials.
 
     Args:
-        oracle: judges what the passes make.
-        graph: the graph before the passes; it stays as it is.
-        passes: the pipeline; a composition stands for its parts.
-        float64: the graph in float64; by default, it is judged as it is.
+        oracle: the judge of the rewritten graphs.
+        graph: the graph before the passes, which stays unchanged.
+        passes: the pipeline; a composition counts as its parts.
+        float64: the graph in float64; by default, the oracle converts the rewritten graph.
 
     Returns:
-        The culprit; None where the passes make nothing wrong.
+        The culprit; None if the graph is right after all passes.
 
     Example:
         >>> import dataclasses, torch
@@ -89,10 +89,10 @@ def find_culprit(
     graphs = [graph] if float64 is None else [graph, float64]
 
     def fault(part: Sequence[Transformation]) -> tuple[str, str]:
-        """How what they make is wrong, in a word, and why; empty where it is right."""
+        """The kind of fault of the graph after these passes, in a word, and the reason; empty if the graph is right."""
         try:
             verdict = oracle.judge(*(made(each, part) for each in graphs))
-        except Exception as error:  # whatever a wrong pass, or what it made, raises
+        except Exception as error:  # a wrong pass, or its graph, may raise anything
             return type(error).__name__, error_text(error)
         return ("" if verdict.grade.passes else "wrong"), verdict.reason
 
@@ -113,14 +113,14 @@ def find_culprit(
     found = Culprit((*others, last), tuple(guilty), len(sites))
     *before, step = found.steps
     divergence = None
-    with contextlib.suppress(Exception):  # it makes nothing that could be run: the reason says so
+    with contextlib.suppress(Exception):  # a graph that cannot be run: the reason says so
         pairs = [(given := made(each, before), made(given, [step])) for each in graphs]
         divergence = oracle.first_divergence(*pairs[0], *pairs[1:])
     return dataclasses.replace(found, reason=fault(found.steps)[1], divergence=divergence)
 
 
 def made(graph: GraphModule, passes: Sequence[Transformation]) -> GraphModule:
-    """A copy of a graph, with passes applied."""
+    """Copy a graph, and apply passes to the copy."""
     made = copy.deepcopy(graph)
     for each in passes:
         made = each(made)
@@ -128,7 +128,7 @@ def made(graph: GraphModule, passes: Sequence[Transformation]) -> GraphModule:
 
 
 def smallest(items: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
-    """The part of some items, in order, that fails; all of them fail together, and nothing that fails is right with more of them.
+    """Find a minimal part of some items, in order, that fails; all items must fail, and more items must not repair a failure.
 
     Example:
         >>> smallest(range(100), lambda part: 17 in part and 60 in part)

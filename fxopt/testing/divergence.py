@@ -22,20 +22,20 @@ from fxopt.testing.observations import GIVEN, Call, run_call
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """The first node of a changed graph that does what the original does not.
+    """The first node of a changed graph whose value diverges from the original.
 
     Attributes:
-        node: its name.
-        module: the module of the model that it calls or belongs to; empty where the trace does not tell.
-        source: `file:line` of the model's code; empty where the trace does not tell.
-        fault: what is wrong there, in words.
-        was: the call in the original graph that it stands for.
-        now: the call in the changed graph; the same as `was` where the node is new, or as it was.
-        step: the pass that touched it last; empty where none did, or the record does not tell.
-        call: on which inputs.
-        dtype: in which dtype the graphs were run; `None` where it is their own.
-        error: how far the first value that the original has, too, is off, relative to the largest of its tensor.
-        limit: how far it may be.
+        node: the name of the node.
+        module: the module of the model that the node calls or belongs to; empty if unknown.
+        source: `file:line` of the model's code; empty if unknown.
+        fault: the fault of the node, in words.
+        was: the call in the original graph that the node replaces.
+        now: the call in the changed graph; equal to `was` if the node is new or unchanged.
+        step: the last pass that changed the node; empty if no pass did, or if unknown.
+        call: the name of the inputs.
+        dtype: the dtype in which the graphs were run; `None` for their own.
+        error: the error of the first wrong value that the original has, too, relative to the largest value of its tensor.
+        limit: the limit of `error`.
     """
 
     node: str
@@ -66,17 +66,18 @@ def divergence(
     calls: Sequence[Call],
     limit_of: Callable[[float], float],
 ) -> Divergence | None:
-    """The first node of a changed graph that raises, or whose value is off in the last of some calls.
+    """Find the first node of a changed graph that raises, or whose value is wrong, in the last of some calls.
 
-    A value is held against that of the same name, or of the node that it stands for, in float64. A value that the original
-    does not have is off where one that it leads to is.
+    The value of a node is compared, in float64, with that of the node of its name in the original, or of the node that it
+    replaces. The value of a new node counts as wrong if it leads to a wrong value.
 
     Args:
         wide: the original graph in float64.
         original: the original graph.
         changed: the changed graph, in the dtype of the original one.
         calls: the inputs, one call after the other.
-        limit_of: how far a value may be off, relative to the largest of its tensor, given how far the original is.
+        limit_of: computes the largest accepted error of a value from the error of the original, both relative to the
+            largest value of the tensor.
     """
     truth, _ = _values(wide, [call.cast(torch.float64) for call in calls])
     rounded, _ = _values(original, calls)
@@ -109,7 +110,7 @@ def divergence(
 
 
 def _values(graph_module: GraphModule, calls: Sequence[Call]) -> tuple[dict[str, Any], str]:
-    """The values of nodes in the last of some calls, up to one that raises, and its error."""
+    """Compute the values of nodes in the last of some calls; if a node raises, the values before it, and its error as text."""
     values: dict[str, Any] = {}
 
     def keep(node: Node, value: Any) -> None:
@@ -120,7 +121,7 @@ def _values(graph_module: GraphModule, calls: Sequence[Call]) -> tuple[dict[str,
             for call in calls[:-1]:
                 run_call(graph_module, call)
             run_call(NodeValues(graph_module, keep), calls[-1])
-        except Exception as error:  # whatever it is: where the graph raises, it diverges
+        except Exception as error:  # a graph that raises anything diverges
             return values, f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return values, ""
 
@@ -128,7 +129,7 @@ def _values(graph_module: GraphModule, calls: Sequence[Call]) -> tuple[dict[str,
 def _fault(
     truth: Any, rounded: Any, value: Any, limit_of: Callable[[float], float]
 ) -> tuple[str, float, float]:
-    """How a value is off, given the right one in float64 and in its own dtype: in words, empty where it is not, and how far."""
+    """Compare a value with the right one in float64 and in the own dtype; returns a text, empty if right, error and limit."""
     try:
         pairs(rounded, value, "its value")
         limit, error = limit_of(_error(truth, rounded)), _error(truth, value)
@@ -144,7 +145,7 @@ def _error(expected: Any, actual: Any) -> float:
 
 
 def _counterparts(steps: Sequence[Step]) -> dict[str, str]:
-    """The nodes that passes made to stand for others, with the names of these in the original."""
+    """The nodes that passes made to replace others, with the names of the replaced nodes in the original."""
     found: dict[str, str] = {}
     for edit in (edit for step in steps for edit in step.edits or ()):
         if isinstance(edit, Redirect) and edit.stands_in:
@@ -155,7 +156,7 @@ def _counterparts(steps: Sequence[Step]) -> dict[str, str]:
 def _described(
     node: Node, was: Node | None, steps: Sequence[Step], call: str, fault: str, error: float, limit: float
 ) -> Divergence:
-    """A node in words: its place in the model, what it was in the original graph, the last step that touched it."""
+    """Describe a node: its place in the model, its call in the original graph, and the last step that changed it."""
     known = graph.module_path(node) or graph.source_line(node)
     origin = node if known or was is None else was
     return Divergence(
@@ -173,7 +174,7 @@ def _described(
 
 
 def _touches(step: Step, node: Node) -> bool:
-    """Tell whether a pass changed a node, the module or tensor that it takes by name, or what it reads."""
+    """Tell whether a pass changed a node, its arguments, or the module or tensor that it uses by name."""
     names, paths = set(step.marked), set[str]()
     for edit in step.edits or ():
         if isinstance(edit, NodeEdit):
@@ -188,7 +189,7 @@ def _touches(step: Step, node: Node) -> bool:
 
 
 def _written(node: Node) -> str:
-    """A node as a call; of a layer, with its options."""
+    """The text of a node as a call; a called layer is shown with its options."""
     values = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
     name = graph.function_name(node) or str(node.target)
     if node.op == "call_module" and node.graph.owning_module is not None:

@@ -1,4 +1,4 @@
-"""The entrance of a graph: the names of its inputs, and the check that refuses others than those it was captured for."""
+"""The entrance of a graph: the names of its inputs, and the guard that refuses inputs other than those of the capture."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fxopt.testing.free_sizes import input_guard
 
 
 def entrance_fault(graph: nn.Module, candidate: nn.Module) -> str:
-    """How a graph that is judged takes other calls than the original graph; empty where it does not, or where one is no graph."""
+    """Describe how a judged graph accepts other calls than the original; empty if it does not, or if one is not a graph."""
     if not isinstance(graph, GraphModule) or not isinstance(candidate, GraphModule):
         return ""
     expected, actual = (_parameters(each) for each in (graph, candidate))
     if expected != actual:
         return f"its inputs are ({', '.join(actual)}), those of the original ({', '.join(expected)})"
-    # A graph that is none of a capture may take more.
+    # A graph that does not come from a capture may accept more.
     if isinstance(candidate, TracedModule) and _checks(graph) and not _checks(candidate):
         return "it does not check its inputs, and the graph of the original does"
     return ""

@@ -1,4 +1,4 @@
-"""Sizes that a graph leaves free: calls of other sizes, as far as its own guards allow."""
+"""Calls with other sizes where a graph has dynamic sizes, as far as its guards allow."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fxopt.testing.observations import Call
 
 SIZES = "other sizes"
 APART = "other sizes, each by itself"
-"""Sizes that may not fit each other: an eager model takes them where it never reads one of the inputs."""
+"""Sizes that may not fit each other: an eager model accepts them if it never reads one of the inputs."""
 
 
 def other_sizes(given: Call, graph: nn.Module | None) -> Iterator[Call]:
-    """Calls with other sizes where the graph leaves them free, as far as its own guards allow.
+    """Yield calls with other values for the dynamic sizes of a graph, as far as its guards allow.
 
-    First with sizes that differ from each other, and from those of the example: some of these are equal by chance.
+    The first calls have sizes that differ from each other and from the example, where sizes may be equal by chance.
     """
     free = _FreeSizes(given, graph)
     sizes = sorted({free.known[symbol] for symbol in free.symbols})
@@ -32,7 +32,7 @@ def other_sizes(given: Call, graph: nn.Module | None) -> Iterator[Call]:
     ways = [
         free.apart(_smaller),
         free.apart(_larger),
-        # Those that are equal alike, for a graph with a symbol for the batch of each input.
+        # Equal sizes stay equal, for a graph with a separate symbol for the batch of each input.
         {symbol: _smaller(free.known[symbol]) for symbol in free.symbols},
         {s: _larger(free.known[s]) + rank for rank, symbols in enumerate(alike) for s in symbols},
     ]
@@ -46,7 +46,7 @@ def other_sizes(given: Call, graph: nn.Module | None) -> Iterator[Call]:
 
 
 def batch_of_one(given: Call, graph: nn.Module | None) -> Iterator[Call]:
-    """The call with the first dimension of each input cut down to 1, if it is free and the guards of the graph allow that."""
+    """Yield the call with the first dimension of each input cut to 1, where it is dynamic, if the guards allow that."""
     free = _FreeSizes(given, graph)
     firsts = {str(expected.shape[0]) for expected, _ in free.tensors if expected.shape}
     sizes = dict.fromkeys((s for s in free.symbols if s in firsts and free.known[s] > 1), 1)
@@ -55,7 +55,7 @@ def batch_of_one(given: Call, graph: nn.Module | None) -> Iterator[Call]:
 
 
 def input_guard(graph: nn.Module | None) -> InputGuard | None:
-    """The check of inputs in a captured graph, if it is one."""
+    """Find the guard of the inputs in a captured graph; None if there is none."""
     modules = graph.modules() if isinstance(graph, GraphModule) else ()
     return next((module for module in modules if isinstance(module, InputGuard)), None)
 
@@ -69,7 +69,7 @@ def _larger(size: int) -> int:
 
 
 class _FreeSizes:
-    """The sizes of a call that a graph leaves free: the symbols, and the sizes that they stand for."""
+    """The dynamic sizes of a graph in a call: the symbols, and their values."""
 
     def __init__(self, given: Call, graph: nn.Module | None) -> None:
         guard = input_guard(graph)
@@ -90,7 +90,7 @@ class _FreeSizes:
         self.symbols = [s for s, n in sorted(self.known.items()) if n and s.isidentifier() and s not in fixed]
 
     def apart(self, first: Callable[[int], int]) -> dict[str, int]:
-        """Other sizes, none of which is that of another symbol."""
+        """Choose another size for each symbol, different from all known and chosen sizes."""
         taken, found = set(self.known.values()), dict[str, int]()
         for symbol in self.symbols:
             size = first(self.known[symbol])
@@ -101,7 +101,7 @@ class _FreeSizes:
         return found
 
     def call(self, sizes: Mapping[str, int]) -> Call | None:
-        """The call with these sizes; `None` where the guards forbid them."""
+        """Make the call with these sizes; `None` if the guards forbid them."""
         wanted = {s: n for s, n in self.known.items() if s.isidentifier()} | dict(sizes)
         if not self._guard.takes(wanted):
             return None
@@ -113,9 +113,7 @@ class _FreeSizes:
 
 
 def _resized(tensor: Tensor, shapes: Mapping[int, list[int]]) -> Tensor:
-    """The tensor with some entries left out, or repeated, in their order: a mask hides the end; but for the first dimension,
-    where they change places.
-    """
+    """Resize a tensor: leave out or repeat entries, in order, because masks hide the end; the first dimension is also rotated."""
     resized = tensor.detach().clone()
     for dim, size in enumerate(shapes.get(id(tensor), ())):
         old = tensor.shape[dim]
@@ -125,10 +123,10 @@ def _resized(tensor: Tensor, shapes: Mapping[int, list[int]]) -> Tensor:
 
 
 def _guarded_tensors(given: Call, graph: nn.Module, guard: InputGuard) -> list[tuple[TensorSpec, Tensor]]:
-    """Each tensor of a call, beside what the graph expects there."""
+    """Pair each tensor of a call with the specification that the graph has for it."""
     try:
         named = inspect.signature(graph.forward).bind(*given.args, **given.kwargs).arguments
-    except TypeError:  # not the signature of the graph: nothing is known of its sizes
+    except TypeError:  # the call does not fit the signature of the graph
         return []
     found = []
     for expected in guard.inputs:

@@ -1,4 +1,4 @@
-"""The gradients that reach the inputs and weights of a module: where a graph cuts them, its outputs are right all the same."""
+"""The gradients that reach the inputs and weights of a module; a graph with right outputs may still cut them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxopt.testing.observations import Call
 from fxopt.torch_internals import buffers_of
 
 FARTHER = 100
-"""Gradients may be this many times farther off than outputs: they go through each step twice."""
+"""Largest accepted ratio of errors, gradients ÷ outputs: gradients pass through each operation twice."""
 
 PARAMETER = "the parameter "
 
@@ -26,9 +26,9 @@ class Gradients:
     """Gradients of one call of a module.
 
     Attributes:
-        call: its arguments.
-        arrive: for each output that is a tensor, whether it has gradients to give.
-        found: each floating input and each parameter that is trained, and its gradient, zeros where none arrives.
+        call: the arguments of the call.
+        arrive: for each output that is a tensor, whether it requires gradients.
+        found: for each floating input and trained parameter, its value and its gradient; zeros if no gradient arrives.
     """
 
     call: Call
@@ -36,10 +36,10 @@ class Gradients:
     found: dict[str, tuple[Tensor, Tensor]]
 
     def expect_of(self, module: nn.Module, error: float, where: str = "") -> None:
-        """Raise `AssertionError` where those of another module differ, whose outputs are off by an error.
+        """Raise `AssertionError` if the gradients of another module differ; `error` is the error of its outputs.
 
-        They are compared by the largest of an input, or by 1 where all are smaller. A graph that was captured for calls
-        without gradients, and refuses others, is not asked.
+        Differences are relative to the largest value of the expected gradient, or to 1 if all are smaller. A graph that
+        refuses calls with gradients, because it was captured without them, is not compared.
         """
         try:
             actual = _gradients(module, self.call)
@@ -58,8 +58,8 @@ class Gradients:
             if same and not same_bits(value, actual.found[n][0])
         }
         for name, (value, expected) in self.found.items():
-            # Where a pass has made weights of its own, part of the gradients goes there: of those of their layers, and all of
-            # a weight that was folded.
+            # New weights of a pass receive gradients of old ones: layers with new weights are skipped, and below also
+            # folded weights, which receive no gradient at all.
             if name.startswith(PARAMETER) and (not same or _layer(name) in new):
                 continue
             its, found = actual.found[name]
@@ -77,15 +77,15 @@ def _layer(name: str) -> str:
 
 
 def gradients_of(module: nn.Module, call: Call) -> Gradients | None:
-    """The gradients of a number to which every output contributes; `None` for a module without a backward."""
+    """Compute the gradients of a scalar to which every output contributes; `None` for a module without a backward."""
     try:
         return _gradients(module, call)
-    except Exception:  # whatever autograd raises, such as for what was written after it had been read
+    except Exception:  # autograd may raise anything, such as for a saved value that was written in place
         return None
 
 
 def trained_place(module: nn.Module, call: Call) -> str:
-    """An output through which training would change the weights of a module; empty where there is none."""
+    """Find an output that requires gradients while the module has trainable weights; empty if there is none."""
     if any(parameter.requires_grad for parameter in module.parameters()):
         with _recording(module), contextlib.suppress(Exception):  # as above
             return next(
@@ -101,7 +101,7 @@ def _gradients(module: nn.Module, call: Call) -> Gradients:
         if not tensor.is_floating_point():
             return tensor.detach().clone()
         leaf = inputs[f"floating input {len(inputs)}"] = tensor.detach().clone().requires_grad_()
-        return leaf * 1  # the module may write into it, which it may not into a leaf
+        return leaf * 1  # the module may write into it, but autograd forbids writes into a leaf
 
     with _recording(module):
         outputs = _outputs(module, Call(*mapped((call.args, call.kwargs), followed)))
@@ -119,7 +119,7 @@ def _gradients(module: nn.Module, call: Call) -> Gradients:
 
 @contextlib.contextmanager
 def _recording(module: nn.Module) -> Iterator[None]:
-    """A block in which gradients are recorded; what is written under autograd holds its graph, so buffers are copies there."""
+    """Record gradients in a block; buffers are copies there, because a buffer written under autograd keeps an autograd graph."""
     parts = list(module.modules())
     with restored(module, dict(module.named_buffers())), torch.enable_grad(), torch.random.fork_rng():
         for part, copies in zip(parts, copy.deepcopy([buffers_of(part) for part in parts]), strict=True):
@@ -134,7 +134,7 @@ def _outputs(module: nn.Module, call: Call) -> dict[str, Tensor]:
 
 
 def _term(output: Tensor) -> Tensor:
-    """A number that each value moves by another amount: the sum of some outputs, such as of softmax, is constant."""
+    """A scalar to which each value contributes differently; the plain sum of some outputs, such as softmax, is constant."""
     values = (torch.view_as_real(output.resolve_conj()) if output.is_complex() else output).double()
     return (values / _size(values.detach())).sin().sum()
 

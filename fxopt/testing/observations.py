@@ -1,4 +1,4 @@
-"""One call of a module, and all that it does: its output, what it writes into its inputs and buffers."""
+"""One call of a module, and its effects: its output, and its writes into inputs and buffers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GIVEN, BROKEN = "the given inputs", "NaN and infinities"
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Arguments of a call, and a name for them."""
+    """The arguments of a call, and a name for them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -31,22 +31,22 @@ class Call:
 
     @classmethod
     def given(cls, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Call:
-        """The call of a module with these inputs; raise a TypeError where they are none."""
+        """Make the call with these inputs; raise a TypeError if they are not valid inputs."""
         fault = why_no_inputs(args, kwargs)
         if fault:
             raise TypeError(fault)
         return cls(tuple(args), dict(kwargs or {}))
 
     def cast(self, dtype: torch.dtype) -> Call:
-        """The same with floating tensors in `dtype`, and complex ones in that of its numbers: copies, all of them."""
+        """Copy the call, with floating tensors in `dtype`, and complex tensors in the corresponding complex dtype."""
         return self.changed(lambda t: copied(t, wide_dtype(t, dtype)))
 
     def fresh(self) -> Call:
-        """A copy, which the callee may write into."""
+        """Copy the call, so that the callee may write into the tensors."""
         return self.changed(copied)
 
     def apart(self) -> Call:
-        """The same, without one tensor that is several arguments."""
+        """Copy tensors that are more than one argument, so that all arguments are different tensors."""
         seen: set[int] = set()
 
         def one(value: Any) -> Any:
@@ -59,7 +59,7 @@ class Call:
         )
 
     def changed(self, function: Callable[[Tensor], Tensor], name: str = "") -> Call:
-        """The same with `function(tensor)` for each tensor."""
+        """Make the call with `function(tensor)` in place of each tensor."""
         args, kwargs = mapped(
             (list(self.args), self.kwargs), lambda t: function(t).requires_grad_(t.requires_grad)
         )
@@ -67,7 +67,7 @@ class Call:
 
 
 def copied(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy, laid out in memory as the tensor is, with the gaps between its rows, and before them."""
+    """Copy a tensor with its layout in memory, including gaps between its rows and before its first entry."""
     copy = tensor.detach().to(dtype or tensor.dtype, copy=True)
     if tensor.layout != torch.strided or tensor.is_nested or not tensor.numel() or 0 in tensor.stride():
         return copy
@@ -76,7 +76,7 @@ def copied(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return copy
     length = first + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     memory = torch.empty(length, dtype=copy.dtype, device=tensor.device)
-    # NaN in the gaps, so that who reads them is seen each time.
+    # NaN in the gaps, so that code that reads them fails each time.
     memory.untyped_storage().fill_(255)  # type: ignore[attr-defined]
     return memory.as_strided(tensor.shape, tensor.stride(), first).copy_(copy)
 
@@ -90,10 +90,10 @@ class Observation:
         result: the result itself.
         inputs: the inputs after the call.
         writes: whether the call wrote into its inputs.
-        buffers: the buffers that are not what they were before the first call, as they are after this one.
-        aliases: the tensors of the result, each with what its memory is shared with.
-        kept: whether the result was still the same after all the calls.
-        parameters: those that the calls wrote into.
+        buffers: the buffers whose values differ from those before the first call, as they are after this call.
+        aliases: pairs of a tensor of the result, and the tensor or object that shares its memory, by path.
+        kept: whether the result was still unchanged after all the calls.
+        parameters: the names of parameters that the calls wrote into.
     """
 
     output: Any
@@ -107,7 +107,7 @@ class Observation:
 
 
 def observe(module: nn.Module, calls: list[Call]) -> list[Observation]:
-    """Call one instance several times, under the same seed; its buffers are put back afterwards."""
+    """Call one instance several times, under the same seed, and restore its buffers afterwards."""
     seen: list[Observation] = []
     given: Call | None = None
     weights = dict(module.named_parameters())
@@ -133,12 +133,12 @@ def observe(module: nn.Module, calls: list[Call]) -> list[Observation]:
 
 
 def _state(weight: Tensor) -> tuple[int, int]:
-    """The writes into a weight, and its bits: what is written through `.data` is no write; a copy would take as much memory."""
+    """The version and a checksum of a weight: writes through `.data` leave the version, and a copy would need more memory."""
     return 0 if weight.is_inference() else version_of(weight), checksum(weight)
 
 
 def _again(given: Call, seen: Observation, call: Call) -> Call | None:
-    """The very tensors of a call, with the numbers of another one: what a module remembers of them is out of date."""
+    """Reuse the tensors of an earlier call for the values of `call`, to expose stale caches; None if that is not possible."""
     if seen.writes or any(other.startswith("input") for _, other in seen.aliases):
         return None
     sides = [list(tensors_in([each.args, each.kwargs])) for each in (given, call)]
@@ -157,7 +157,7 @@ def run_call(module: Callable[..., Any], call: Call) -> Any:
 
 
 def _run(module: Callable[..., Any], given: Call, name: str) -> Any:
-    # Some probes are to raise errors, and graphs of torch.fx print theirs.
+    # Some probes raise errors on purpose, and torch.fx graphs print their errors.
     quiet = contextlib.nullcontext() if name == GIVEN else contextlib.redirect_stderr(io.StringIO())
     with torch.no_grad(), torch.random.fork_rng(), quiet:
         torch.manual_seed(0)  # two runs draw the same random numbers
@@ -174,7 +174,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def not_repeated(again: Observation, first: Observation, limit: float) -> str:
-    """How two runs on the same inputs differ by more than a limit; empty where they do not."""
+    """Describe how two runs on the same inputs differ by more than a limit; empty if they do not."""
     if unchanged(again.output, first.output):
         return ""
     try:
@@ -196,20 +196,20 @@ def difference(
     dtypes: bool = True,
     exact: bool = True,
 ) -> Difference:
-    """How far output, written inputs and written buffers of two calls are apart.
+    """Measure the difference between the outputs, written inputs and written buffers of two modules in one call.
 
     Args:
-        call: the call, which both were.
-        expected: what is right.
-        actual: what is judged.
-        where: begins messages.
-        buffers: the names of those of the original; what else a candidate keeps in buffers is its own.
-        strides: whether outputs must be laid out alike in memory, and share it where those of the original do.
-        dtypes: whether tensors must have the same dtype; without that, strides and shared memory are not compared.
-        exact: `False` if buffers may have other dtypes, and views may become tensors.
+        call: the call of both modules.
+        expected: the observation of the original.
+        actual: the observation of the candidate.
+        where: the beginning of error messages.
+        buffers: the names of the buffers of the original; other buffers of a candidate are ignored.
+        strides: whether outputs must have the same strides, and share memory wherever those of the original do.
+        dtypes: whether tensors must have the same dtype; `False` also skips strides and shared memory.
+        exact: `False` if buffers may have other dtypes, and outputs need not share memory.
 
     Raises:
-        AssertionError: they differ in form.
+        AssertionError: structure, shape, dtype, writes or shared memory differ.
     """
 
     def parts(seen: Observation) -> dict[str, Any]:
@@ -229,13 +229,13 @@ def difference(
             raise AssertionError(f"it {writes} its inputs, unlike the original")
         if actual.parameters and not expected.parameters:
             raise AssertionError(f"it writes the parameter {actual.parameters[0]}, unlike the original")
-        # Kernels of attention pass NaN on to fewer places than the products that they stand for.
+        # Attention kernels propagate NaN to fewer elements than the matrix products that they replace.
         found = compare(parts(expected), parts(actual), dtypes, path="", nan_anywhere=call.name == BROKEN)
         if strides and dtypes:
             pairs(expected.result, actual.result, strides=True)
         for place, other in sorted(actual.aliases - expected.aliases if dtypes else ()):
             raise AssertionError(f"{place} shares memory with {other}, unlike that of the original")
-        # A cast of each of two views, as a change of precision has, gives two tensors.
+        # A change of precision casts each of two views, and the results share no memory.
         for place, other in sorted(expected.aliases - actual.aliases if strides and dtypes and exact else ()):
             raise AssertionError(f"{place} shares no memory with {other}, unlike that of the original")
     except AssertionError as error:

@@ -1,4 +1,4 @@
-"""The oracle: whether one module computes what another does."""
+"""The oracle, which judges whether one module computes the same as another."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ from fxopt.testing.probes import calls_of, has_finite, new_infinity, not_finite
 from fxopt.testing.verdicts import Grade, Verdict
 
 RTOL_FLOAT64 = 1e-9
-"""How well a correct rewrite agrees in float64, relative to the largest value of a tensor."""
+"""Largest difference of a correct rewrite in float64, relative to the largest value of a tensor."""
 
 
 class Oracle:
-    """Judges candidates against one module, which it calls once for all of them.
+    """Judges candidates against one reference module, whose results are computed once for all candidates.
 
     Args:
         reference: the module that is right.
         args: positional inputs, in the module's own dtype.
         kwargs: keyword inputs.
         float64: the reference in float64; by default, a converted deep copy.
-        wide: the dtype of what is given as `float64`, for a reference that does not run in float64 (with an `rtol` that is
-            as large as that dtype rounds).
-        captured: a graph of the reference: which sizes are free is read from its guards, and what it refuses
-            to take is not asked of candidates.
-        captured_wide: a graph of `float64`; what it refuses to take is not asked of candidates either.
+        wide: the dtype of `float64`, for a reference that does not run in float64; `rtol` must then allow for the rounding
+            of this dtype.
+        captured: a graph of the reference; its guards tell which sizes are dynamic, and inputs that it refuses are not
+            used to judge candidates.
+        captured_wide: a graph of `float64`; inputs that it refuses are not used either.
         rtol: tolerance in float64, relative to the largest value of each tensor.
-        factor: in its own dtype, a candidate may be this many times as far from the float64 output as the reference.
-        floor: and this many units in the last place farther: the reference may be exact by chance.
-        strides: whether outputs must be laid out in memory as those of the reference, if it lays them out alike twice, and
-            share memory with inputs and with each other where its do; where those do not, they must not in any case.
-        gradients: whether the gradients of floating inputs and weights are compared, in float64, and whether outputs have any to
-            give; by default, where the reference is in training mode. One without a backward is not asked.
+        factor: largest accepted ratio of errors vs float64 in the own dtype, candidate ÷ reference.
+        floor: units in the last place that are accepted in addition, because the reference may be exact by chance.
+        strides: whether outputs must have the strides of the reference, if these are the same in two calls, and must share
+            memory wherever its outputs do. New sharing of memory is wrong in any case.
+        gradients: compare, in float64, the gradients of floating inputs and weights, and whether each output requires gradients.
+            By default, if the reference is in training mode. A reference without a backward is not compared.
 
     Attributes:
-        probes: the inputs on which candidates are judged.
-        expected: what the reference does on those in its own dtype.
+        probes: the names of the inputs on which candidates are judged.
+        expected: the observations of the reference on these inputs in its own dtype.
         unproved: the path of an output of the reference that is not finite on the given inputs, or empty.
-        blank: whether all outputs of the reference are NaN or infinite on all inputs, which nothing can be told from.
+        blank: whether all outputs of the reference are NaN or infinite on all inputs, so that nothing can be compared.
 
     Example:
         >>> import torch
@@ -125,10 +125,10 @@ class Oracle:
         Args:
             candidate: the module to judge.
             float64: the candidate in float64; by default, a converted deep copy.
-            tolerance: an error that is accepted although it is too large, in float64 or in its own dtype.
+            tolerance: an error that is accepted beyond the limits, in float64 or in the own dtype.
 
         Returns:
-            The verdict. What the candidate raises is not caught.
+            The verdict. Exceptions of the candidate are not caught.
         """
         failed = functools.partial(Verdict, error=math.inf, limit=self._rtol, probes=self.probes)
         if self._unstable:
@@ -155,7 +155,7 @@ class Oracle:
         after: GraphModule,
         float64: tuple[GraphModule, GraphModule] | None = None,
     ) -> Divergence | None:
-        """The first node that does what the reference does not, on the inputs on which candidates are judged, if any.
+        """Find the first node whose value diverges, on the inputs on which candidates are judged; None if none does.
 
         Arguments and errors are those of `fxopt.testing.first_divergence`.
         """
@@ -180,7 +180,7 @@ class Oracle:
         return None
 
     def parting_place(self, reference: nn.Module, graph: GraphModule) -> str:
-        """Where a captured graph, before any pass, parts from its model; empty where nothing differs."""
+        """Describe where a captured graph, before any pass, diverges from its model; empty if nothing differs."""
         reference, graph = copy.deepcopy(reference), copy.deepcopy(graph)
         called = {str(node.target) for node in graph.graph.find_nodes(op="call_module")}
         layers = [name for name, _ in reference.named_modules() if name in called]
@@ -196,10 +196,10 @@ class Oracle:
         return observe(candidate, self._calls)
 
     def fault(self, seen: Sequence[Observation]) -> str:
-        """How a candidate that may give other values differs nevertheless; empty where it does not.
+        """Describe a fault of a candidate that may compute other values; empty if there is none.
 
-        It may not differ in the types of containers, shapes and dtypes, in what it writes, nor change a result that
-        it has given, nor overflow. The buffers that it writes may be of other dtypes.
+        A fault is another container type, shape or dtype of an output, another in-place write, a later change of an
+        earlier result, or an overflow. Written buffers may have other dtypes.
         """
         try:
             for call, expected, actual in zip(self._calls, self.expected, seen, strict=True):
@@ -211,14 +211,14 @@ class Oracle:
         return ""
 
     def _observed(self, module: nn.Module, exact: nn.Module) -> tuple[list[Observation], list[Observation]]:
-        """The behaviour of a module on the calls in its own dtype, and of `exact` on those in float64; both may be one."""
+        """Observe a module on the calls in its own dtype, and `exact` on those in float64; both may be the same module."""
         wide = observe(exact, self._wide_calls)
         if exact is module and self._is_wide:
             return [wide[0], wide[-1]][: len(self._calls)], wide
         return observe(module, self._calls), wide
 
     def _has_new_weights(self, candidate: nn.Module) -> bool:
-        """True where a candidate has a tensor, of less than float64, with a value that no tensor of the reference has."""
+        """Tell whether a candidate has a tensor in a dtype below float64 that equals no tensor of the reference."""
         known = {*map(id, self._tensors)}
         new = [each for each in _floating(candidate) if id(each) not in known and each.dtype not in _WIDE]
         sums = {(each.shape, each.dtype, checksum(each)) for each in self._tensors if new}
@@ -227,13 +227,13 @@ class Oracle:
     def _own_differences(
         self, seen: Sequence[Observation]
     ) -> Iterator[tuple[Call, Difference, Difference, float]]:
-        """For each call in the own dtype: how far the original is from float64, the candidate, and how far it may be."""
+        """For each call in the own dtype: the errors vs float64 of the original and of the candidate, and the limit."""
         truths = (self._truth[0], self._truth[-1])
         for call, truth, expected, actual in zip(self._calls, truths, self.expected, seen, strict=False):
             baseline = self._difference(call, truth, expected, dtypes=False)
             error = self._difference(call, truth, actual, dtypes=False)
             step = epsilon(expected.output)
-            if baseline.max_rel == math.inf:  # an overflow: float64 is no measure of it
+            if baseline.max_rel == math.inf:  # an overflow, which float64 does not have
                 baseline = self._difference(call, expected, expected)
                 error = self._difference(call, expected, actual)
             limit = self._factor * baseline.max_rel + self._floor * step

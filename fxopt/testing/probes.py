@@ -1,7 +1,7 @@
-"""The calls on which a module is judged: the inputs at hand, others with large values, NaN and infinities, and of other sizes.
+"""The calls on which a module is judged: the given inputs, large values, NaN and infinities, and other sizes.
 
-Outputs agree on one input by chance: a graph that has the batch of the example built in, one that remembers its first
-result, a clamp that no value reached. So the inputs are varied as far as the model takes the variations.
+On one input, outputs may agree by chance: a graph may contain the batch size of the example or cache its first result, or
+no value may reach a clamp. So the inputs are varied as far as the model accepts the variations.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def calls_of(
     graphs: Mapping[torch.dtype | None, nn.Module | None],
     rtol: float,
 ) -> tuple[list[Call], list[Call]]:
-    """The calls on which candidates are judged in the dtype of the reference, and those in a wide one.
+    """Choose the calls on which candidates are judged in the dtype of the reference, and those in a wide dtype.
 
-    The first are the first and the last of the second.
+    The first list has the first call of the second list and, if there are other values or sizes, its last call.
 
     Args:
         reference: the module that is right.
-        exact: the same in the wide dtype.
-        given: the inputs at hand.
+        exact: the reference in the wide dtype.
+        given: the given inputs.
         wide: the wide dtype.
-        graphs: graphs of the reference, by the dtype that they are called in, `None` for its own: they say which sizes
-            are free, and what they refuse is not asked.
-        rtol: how well two results agree there.
+        graphs: graphs of the reference, by the dtype in which they are called, `None` for its own. Their guards tell which
+            sizes are dynamic, and calls that they refuse are left out.
+        rtol: tolerance of two results in the wide dtype.
     """
     graph, refuses = graphs.get(None), functools.partial(_refused, graphs)
 
@@ -56,11 +56,11 @@ def calls_of(
         return wide_run(call, call.cast(wide).changed(_nudged))
 
     def nan_places(call: Call) -> list[Observation]:
-        # Infinities that the model makes NaN (inf - inf) may become something else in another order of the same steps.
+        # Infinities that become NaN (inf - inf) may become another value if the same steps run in another order.
         seen = wide_run(call, *[*_broken_calls(given)][1:])
         return [dataclasses.replace(each, output=mapped(each.output, Tensor.isnan)) for each in seen]
 
-    # Far beyond the limits that clamps have, and for a model that does not take such values, tamer ones.
+    # Values far beyond the limits of clamps; smaller ones if the model does not accept such values.
     large = _first_taken(_large_values(given, graph, 2.0**20), twice, refuses, rtol=rtol)
     large = large or _first_taken(
         itertools.chain(_large_values(given, graph, 64.0), _other_values(given, 4.0)), wide_run, refuses
@@ -83,15 +83,15 @@ def _first_taken(
     *,
     rtol: float = 0.0,
 ) -> Call | None:
-    """The first call that the reference takes, with a finite result, and that its graphs do not refuse.
+    """Find the first call that the reference accepts, with a finite result, and that its graphs do not refuse.
 
-    Of several runs, on inputs that hardly differ, the results may be apart by `rtol`.
+    `run` may return several results, for inputs that hardly differ; these may differ by `rtol`.
     """
     for call in calls:
         try:
             seen, *others = run(call)
             steady = all(compare(seen.output, other.output).max_rel <= rtol for other in others)
-        except Exception:  # whatever it raises: the model does not take such inputs
+        except Exception:  # any error: the model does not accept such inputs
             continue
         if steady and not not_finite(seen.output) and not refused(call):
             return call
@@ -99,33 +99,33 @@ def _first_taken(
 
 
 def _refused(graphs: Mapping[torch.dtype | None, nn.Module | None], call: Call) -> bool:
-    """Tell whether a graph refuses a call, in the dtype that it is given with."""
+    """Tell whether one of the graphs refuses a call, each in its dtype."""
     for dtype, graph in graphs.items():
         try:
             if graph is not None:
                 observe(graph, [call if dtype is None else call.cast(dtype)])
-        except Exception as error:  # another one is no refusal: a candidate that raises it is at fault
+        except Exception as error:  # only a GuardError is a refusal; other errors count against a candidate
             if isinstance(error, GuardError) or call.name == APART:
                 return True
     return False
 
 
 def _large_values(given: Call, graph: nn.Module | None, scale: float) -> Iterator[Call]:
-    """Calls with large values and zeros, the boldest first."""
+    """Yield calls with large values and zeros, the boldest first."""
     for call in (*batch_of_one(given, graph), given):
         for bold in (3, 2, 1, 0):
             yield _changed(call, scale=scale, zeros=True, bold=bold)
 
 
 def _broken_calls(given: Call) -> Iterator[Call]:
-    """Calls with NaN in the first row of each floating input: one with infinities in the next two, one without."""
+    """Yield two calls with NaN in the first row of each floating input: with infinities in the next two rows, and without."""
     if any(isinstance(t, Tensor) and _breakable(t) for _, t in leaves([given.args, given.kwargs])):
         for values in ((math.nan, math.inf, -math.inf), (math.nan,)):
             yield given.changed(functools.partial(_broken, values=values), BROKEN)
 
 
 def _breakable(tensor: Tensor) -> bool:
-    """Tell whether a tensor holds floating numbers that are no mask: not 0 and 1 alone, and none that hides a place."""
+    """Tell whether a floating tensor is not a mask: it has values other than 0 and 1, and none as large as those of masks."""
     if not tensor.is_floating_point() or not tensor.numel():
         return False
     return not bool(((tensor == 0) | (tensor == 1)).all()) and bool((tensor.abs() < FILL).all())
@@ -140,23 +140,23 @@ def _broken(tensor: Tensor, values: Sequence[float]) -> Tensor:
 
 
 def _nudged(tensor: Tensor) -> Tensor:
-    """Floating numbers a few units in the last place off, up and down in turn, but for masks."""
+    """Move floating numbers by a few units in the last place, up and down in turn; masks stay."""
     if not tensor.is_floating_point() or bool(((tensor == 0) | (tensor == 1)).all()):
         return tensor.clone()
     signs = torch.arange(tensor.numel(), device=tensor.device).reshape(tensor.shape) % 2 * 2 - 1
     moved = tensor * (1 + 4 * torch.finfo(tensor.dtype).eps * signs.to(tensor.dtype))
-    # The least number of a dtype hides a place in a mask.
+    # Huge numbers stay: in a mask, the lowest number of a dtype hides an element.
     return torch.where(tensor.abs() < 1e30, moved, tensor)
 
 
 def _other_values(given: Call, scale: float = 1.0) -> Iterator[Call]:
-    """Calls with the same numbers in another order, times a scale; ids as they were, for a model where they stand for places."""
+    """Yield calls with reordered and scaled numbers; the second call keeps integers, because they may be positions."""
     yield _changed(given, scale=scale)
     yield given.changed(lambda t: _other(t, scale=scale) if t.is_floating_point() else t.clone(), VALUES)
 
 
 def _changed(given: Call, **how: Any) -> Call:
-    """The call with other numbers; of tensors with equal ones, with different numbers in each."""
+    """Change the numbers of a call; tensors with equal numbers get different ones."""
     seen: Counter[Any] = Counter()
 
     def change(tensor: Tensor) -> Tensor:
@@ -170,11 +170,11 @@ def _changed(given: Call, **how: Any) -> Call:
 def _other(
     tensor: Tensor, turn: int = 0, *, scale: float = 1.0, zeros: bool = False, bold: int = 0
 ) -> Tensor:
-    """The same numbers in another order; floating ones larger, but for those between 0 and 1, such as masks.
+    """Reorder the numbers of a tensor, and scale floating ones, except in masks and if all are between 0 and 1.
 
-    Bold: those between 0 and 1, too, but for masks; ids that may not be among those of the example; a mask that hid
-    nothing hides the end; gaps in memory between rows. From 2 on, others where all were alike, ids above those of the
-    example, 0, and one twice, and a row of zeros; at 3, negative numbers where the example has none.
+    From 1 on, `bold` also scales numbers between 0 and 1, except masks, uses ids that may not be in the example, lets a
+    mask that hid nothing hide the end, and leaves gaps in memory between rows. From 2 on, it varies constant tensors, adds
+    a row of zeros, and uses ids above those of the example, 0 and repeated ids. At 3, it adds negative numbers if there are none.
     """
     if tensor.dtype not in _VARIED:
         return copied(tensor)
@@ -190,7 +190,7 @@ def _other(
     if bold > 1 and (tensor == tensor.flatten()[0]).all():
         numbers = _unlike(numbers)
     elif tensor.dtype in _INTEGERS and tensor.max() > 1:
-        # An index beyond its table is an error on a CPU, and the end of the process on a GPU.
+        # An index out of range is an exception on a CPU, but makes a GPU unusable for the rest of the process.
         above = bold > 1 and tensor.device.type == "cpu"
         numbers = tensor.min() + tensor.max() - numbers
         if above:
@@ -205,17 +205,17 @@ def _other(
         return numbers
     if bold > 1 and tensor.shape[-2] > 1 and _breakable(tensor):
         numbers[..., -1, :] = 0
-    # They begin somewhere in their memory, too.
+    # The view also has a storage offset.
     wide = numbers.new_empty((*tensor.shape[:-1], tensor.shape[-1] + 1))
     return wide[..., 1:].copy_(numbers)
 
 
 def _unlike(numbers: Tensor) -> Tensor:
-    """Other numbers than those of a tensor in which all are the same: a mask that hides the end, a state that is not zero."""
+    """Change the numbers of a constant tensor: for example, a mask then hides the end, and a zero state is no longer zero."""
     first = numbers[0]
     if numbers.is_floating_point() and not first:
         return torch.linspace(-1, 1, len(numbers), dtype=numbers.dtype, device=numbers.device)
-    if first == 1 and len(numbers) > 1:  # a mask, of which the last column will be hidden
+    if first == 1 and len(numbers) > 1:  # a mask: the caller hides its last column
         return numbers
     if numbers.is_floating_point():
         return numbers * 0.75
@@ -229,7 +229,7 @@ _VARIED = (
     *(torch.bool, *_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.complex64, torch.complex128),
 )
-"""The dtypes that torch computes in; those beside them only hold numbers."""
+"""The dtypes in which torch computes; other dtypes only store numbers."""
 
 
 def _scalable(tensor: Tensor) -> bool:
@@ -237,22 +237,22 @@ def _scalable(tensor: Tensor) -> bool:
 
 
 def not_finite(output: object) -> str:
-    """The path of a tensor of an output that holds NaN or infinity; empty if none does."""
+    """Return the path of a tensor of an output that contains NaN or infinity; empty if there is none."""
     return next((path for path, finite in _finite(output).items() if not finite.all()), "")
 
 
 def new_infinity(expected: object, actual: object) -> str:
-    """The path of a tensor that holds NaN or infinity where that of a like output is finite; empty if none does."""
+    """Return the path of a tensor of `actual` with NaN or infinity where `expected` is finite; empty if there is none."""
     others = _finite(actual)
     return next((path for path, finite in _finite(expected).items() if (finite & ~others[path]).any()), "")
 
 
 def has_finite(output: object) -> bool:
-    """Tell whether a tensor of an output holds a number that is neither NaN nor infinite."""
+    """Tell whether a tensor of an output contains a finite number."""
     return any(bool(finite.any()) for finite in _finite(output).values())
 
 
 def _finite(output: object) -> dict[str, Tensor]:
-    """For each tensor of an output, where it is neither NaN nor infinite."""
+    """For each tensor of an output, by path, the mask of its finite elements."""
     found = ((path, value) for path, value in leaves(output) if isinstance(value, Tensor))
     return {path: plain(value).isfinite() for path, value in found if not value.is_meta}

@@ -1,4 +1,4 @@
-"""Random values for a model whose own, fresh ones hide faults."""
+"""Random values for the weights of a model, because fresh weights hide faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def randomise(module: nn.Module, seed: int = 0) -> nn.Module:
 
     Args:
         module: the module to change.
-        seed: of the random generator.
+        seed: the seed of the random generator.
 
     Returns:
         `module` itself.

@@ -1,4 +1,4 @@
-"""Checks that an undo gave everything back."""
+"""Checks that an undo restored everything."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fxopt.torch_internals import COMPILED
 
 
 def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
-    """Assert that `after` is `before` again: nothing of a rewrite is left, and nothing is lost.
+    """Assert that `after` equals `before`: nothing of a rewrite is left, and nothing is lost.
 
-    Compared are, of the graph and of those inside it, the nodes (names, order, operations, targets, arguments, marks of passes,
-    and the values that their metadata describes, unless a pickle has dropped those), the modules (names, order, types, options,
+    The comparison covers nested graph modules, too: the nodes (names, order, operations, targets, arguments, marks of passes,
+    and the values that their metadata describes, unless a pickle has dropped these), the modules (names, order, types, options,
     training flags), their hooks and other attributes, parameters and buffers (names, order, values bit for bit, dtype, device,
     strides, `requires_grad`, persistence, and which of them are the same tensor), and the generated code.
 
@@ -48,7 +48,7 @@ def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
         "nodes": lambda gm: [node.format_node() or f"output {node.args}" for node in gm.graph.nodes],
         "targets": lambda gm: [node.target for node in gm.graph.nodes],
         "marks": lambda gm: [(node.name, node.meta.get(MARKS, ())) for node in gm.graph.nodes],
-        "metadata": _described if _described(after) else lambda gm: [],  # which pickles drop
+        "metadata": _described if _described(after) else lambda gm: [],  # pickles drop the metadata
         "code": lambda gm: gm.code,
     }
     others, problems = dict(after.named_modules(remove_duplicate=False)), list[str]()
@@ -59,7 +59,7 @@ def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
             problems += [
                 f"{where}{name}: {first_difference(*two)}" for name, *two in seen if two[0] != two[1]
             ]
-        if other is not None and path != RECORD:  # which names the graph module itself
+        if other is not None and path != RECORD:  # the record refers to the graph module itself
             problems += (
                 f"{place} differs" for place in differences(path, attributes(module), attributes(other))
             )
@@ -71,7 +71,7 @@ def assert_round_trip(before: GraphModule, after: GraphModule) -> int:
 
 
 def _described(gm: GraphModule) -> list[tuple[str, str, object]]:
-    """The values that the metadata of nodes describes: of a capture, of dynamo, and of fx's `ShapeProp`."""
+    """The values that the metadata of nodes describes, as written by a capture, dynamo, or `ShapeProp` of torch.fx."""
     return [
         (node.name, key, [*map(_facts, tensors_in(node.meta[key]))] or str(node.meta[key]))
         for node in gm.graph.nodes
@@ -81,7 +81,7 @@ def _described(gm: GraphModule) -> list[tuple[str, str, object]]:
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """All that a module has, but for caches: the private attributes of a graph module are some, which a run fills."""
+    """The attributes of a module without caches, which include the private attributes that a graph module fills in a run."""
     is_graph = isinstance(module, GraphModule)
     caches = _OF_EVERY_GRAPH_MODULE if is_graph else _CACHES
     kept = {
@@ -94,12 +94,12 @@ def attributes(module: nn.Module) -> dict[str, Any]:
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _OF_EVERY_GRAPH_MODULE = frozenset(vars(GraphModule(nn.Module(), Graph())))
-# Of packed layers and of `torch.compile`, which a copy does not have.
+# Caches of packed layers and of `torch.compile`, which copies do not have.
 _CACHES = {"_packed", COMPILED}
 
 
 def differences(place: str, left: Any, right: Any) -> Iterator[str]:
-    """The places at which a value and its deep copy differ."""
+    """Yield the paths at which a value and its deep copy differ."""
     one, other = _parts(left), _parts(right)
     if _kind(left) is not _kind(right):
         yield place
@@ -120,19 +120,19 @@ _ABSENT = object()
 
 
 def _kind(value: Any) -> type:
-    """The type; each graph module has a class of its own."""
+    """The type of a value; GraphModule for graph modules, because each has its own subclass."""
     return GraphModule if isinstance(value, GraphModule) else type(value)
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """The parts of a value; None where it has none. Modules are compared where they have a name."""
+    """The parts of a value; None if it has none. Modules have no parts here, because each is compared under its own name."""
     if isinstance(value, nn.Module):
         return {}
     if isinstance(value, tuple | list):
         return dict(enumerate(value))
     if isinstance(value, functools.partial):
         return {"func": value.func, "args": value.args, "keywords": value.keywords}
-    if hasattr(value, "to_dict"):  # of transformers, where equality asks for private attributes, too
+    if hasattr(value, "to_dict"):  # configs of transformers, whose `==` also compares private attributes
         return dict(value.to_dict())
     return value if isinstance(value, dict) else None
 
@@ -149,7 +149,7 @@ def _facts(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _size(size: int | torch.SymInt) -> object:
-    """A size to compare: that of a symbolic one as an expression, whose text takes longer than all else here."""
+    """A size to compare; symbolic sizes are compared as expressions, because their text takes long to build."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 

@@ -1,4 +1,4 @@
-"""A verdict: how well a module stands for another, and where it does worst."""
+"""A verdict: how closely a module agrees with another, and where the error is largest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fxopt.compare import Difference
 
 
 class Grade(enum.StrEnum):
-    """How well a module stands for another; the best first.
+    """Grades of agreement between a module and another one, the best first.
 
     Example:
         >>> Grade.WRONG.passes, Grade.ULP.passes
@@ -25,12 +25,12 @@ class Grade(enum.StrEnum):
 
     @property
     def passes(self) -> bool:
-        """True unless the module is wrong, or the original does not repeat itself."""
+        """True unless the module is wrong, or the original does not repeat its results."""
         return self not in (Grade.WRONG, Grade.UNSTABLE)
 
 
 NOTHING = Difference(0, 0, float("inf"), float("inf"), "")
-"""The difference of what cannot be compared."""
+"""The difference to report if outputs cannot be compared."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,20 +38,21 @@ class Verdict:
     """The judgement of the oracle on a candidate.
 
     Attributes:
-        grade: how well the candidate stands for the original: `bit-exact` (on each input, in its own dtype),
-            `within n ULP` (each number of each output), `as accurate as the original` (against float64),
-            `within tolerance` (one that was given), `wrong`, or `unstable`: the original does not repeat itself.
-        error: how far the candidate is from what it is judged against, relative to the largest value of a tensor:
-            from the original in float64 where it is wrong there, else in its own dtype from the float64 output.
-        limit: of `error`.
-        where: the path of the tensor of `error`, such as `output.logits`.
-        reason: why it is wrong, or no better, or what to know of it although it is right; empty otherwise.
-        ulps: the largest distance from the output of the original, in units in the last place.
-        probes: the inputs on which it was judged.
-        float64: the candidate against the original, both in float64, where they differ most.
-        own_limit: of the error of `own`.
-        own: the candidate in its own dtype against the original in float64, where they differ most.
-        baseline: the original in its own dtype against itself in float64, on the same inputs.
+        grade: the agreement with the original: `bit-exact` (on each input, in the own dtype),
+            `within n ULP` (each number of each output), `as accurate as the original` (compared with float64),
+            `within tolerance` (a given one), `wrong`, or `unstable` (the original does not repeat its results).
+        error: the error of the candidate, relative to the largest value of a tensor. If the candidate is wrong in float64,
+            its difference from the original there; otherwise, in its own dtype, its difference from the float64 output; with
+            grade `within tolerance`, the larger of both.
+        limit: the limit of `error`.
+        where: the path of the tensor with this error, such as `output.logits`.
+        reason: why the candidate is wrong or has no better grade, or a remark on a candidate that is right; may be empty.
+        ulps: the largest difference from the output of the original, in units in the last place.
+        probes: the names of the inputs on which the candidate was judged.
+        float64: the largest difference of candidate and original, both in float64.
+        own_limit: the limit of the error in `own`.
+        own: the largest difference of the candidate, in its own dtype, from the original in float64.
+        baseline: the difference of the original, in its own dtype, from itself in float64, on the inputs of `own`.
     """
 
     grade: Grade
