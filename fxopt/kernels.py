@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fxopt.packed_operators import Kernel, Packed, available, finished, of_pixels, pads_zeros
+from fxopt.packed_operators import Kernel, Packed, apply_epilogue, available, is_pointwise, pads_zeros
 from fxopt.submodules import with_parameters
 from fxopt.torch_internals import is_transforming, parameters_of, version_of
 
@@ -132,7 +132,7 @@ def kernels_for(layer: nn.Module, *, rounding: bool = False, alone: bool = False
         for name, kernel in available(type(layer)).items()
         if weight.dtype in kernel.dtypes
         and weight.shape[1] % kernel.multiple == 0
-        and (not kernel.pixels or of_pixels(layer))
+        and (not kernel.pointwise or is_pointwise(layer))
         and (rounding or not kernel.rounds)
         and (kernel.alone or not alone)
     ]
@@ -144,7 +144,7 @@ def fuses_epilogues(packed: nn.Module) -> bool:
     return kernel is not None and not kernel.rounds
 
 
-def unguarded(packed: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+def unchecked_function(packed: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:
     """Return the function that a packed layer computes with, without the checks that the layer makes on each call.
 
     The caller must make sure that no gradients are recorded, nothing traces, autocast is off, all inputs are dense tensors
@@ -165,7 +165,7 @@ def unguarded(packed: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:
 
 
 def packed_weight(packed: Any) -> Packed | None:
-    """The packed weight of a layer; `None` before the first call with a packed weight and before `unguarded`."""
+    """The packed weight of a layer; `None` before the first call with a packed weight and before `unchecked_function`."""
     held = vars(packed).get("_packed")
     return None if held is None else held[2]
 
@@ -183,7 +183,7 @@ def _forward(
     activation: str | None,
 ) -> Tensor:
     if torch.compiler.is_compiling():
-        return finished(plain(input), other, activation)
+        return apply_epilogue(plain(input), other, activation)
     if type(input) is Tensor and _can_run(layer, input, other):
         kernel = _kernel_of(layer)
         if kernel is not None and input.dtype in kernel.dtypes and not input.shape[-1] % kernel.multiple:
@@ -191,7 +191,7 @@ def _forward(
             return run(parameters_of(layer)["bias"], input, other, activation, False)
     # Drop the packed weight: writes before the next packed call may not change the version of the weight.
     layer.__dict__.pop("_packed", None)
-    return finished(plain(input), other, activation)
+    return apply_epilogue(plain(input), other, activation)
 
 
 def _can_run(layer: nn.Module, input: Tensor, other: Tensor | None) -> bool:

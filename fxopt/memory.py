@@ -110,7 +110,7 @@ class Memory:
         """List the values that may share memory with `value`, including `value`, in graph order."""
         return self._members[self._alias_sets[value]]
 
-    def seen_behind(self, value: Node, node: Node) -> bool:
+    def is_seen_after(self, value: Node, node: Node) -> bool:
         """Tell whether a later node, or the caller of the graph, may see a write of `node` into the memory of `value`."""
         earlier = (n for n in self.aliases(value) if self._position[n] < self._position[node])
         return any(

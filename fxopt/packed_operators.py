@@ -74,7 +74,7 @@ class Kernel:
         multiple: a number by which the number of features in a row must be divisible.
         alone: whether the packed weight suffices, without the plain weight, and is not larger.
         any_shape: whether a weight packed for one shape serves all shapes, so that graphs for prefill and decoding share it.
-        pixels: whether it supports only convolutions that compute each pixel from one input pixel.
+        pointwise: whether it supports only convolutions that compute each pixel from one input pixel.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -83,7 +83,7 @@ class Kernel:
     multiple: int = 1
     alone: bool = True
     any_shape: bool = False
-    pixels: bool = False
+    pointwise: bool = False
 
 
 def available(kind: type[nn.Module]) -> Mapping[str, Kernel]:
@@ -91,7 +91,7 @@ def available(kind: type[nn.Module]) -> Mapping[str, Kernel]:
     return _available().get(kind, {})
 
 
-def finished(value: Tensor, other: Tensor | None, activation: str | None) -> Tensor:
+def apply_epilogue(value: Tensor, other: Tensor | None, activation: str | None) -> Tensor:
     """Add `other` to a layer's output and apply the activation, if the kernel has not done so; None skips a step."""
     if other is not None:
         value = value + other
@@ -131,10 +131,10 @@ def _onednn_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
         bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
     ) -> Tensor:
         if other is not None and other.dtype is input.dtype and other.shape == (*input.shape[:-1], features):
-            return finished(run_and_add(input, other, packed, bias, "add"), None, activation)
+            return apply_epilogue(run_and_add(input, other, packed, bias, "add"), None, activation)
         attribute, algorithm = _epilogue(other, activation)
         value: Tensor = run(input, packed, bias, attribute, [], algorithm)
-        return value if attribute != "none" else finished(value, other, activation)
+        return value if attribute != "none" else apply_epilogue(value, other, activation)
 
     return Packed(compute, internals.packed_nbytes(packed), packed.to_dense)
 
@@ -182,7 +182,7 @@ def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
         # The operator for one row turns NaN into numbers.
         if for_one_row is not None and fits and math.isfinite(input.sum()):
             row: Tensor = internals.dynamic_linear(input, for_one_row, False)
-            return finished(row if bias is None else row.add_(bias), other, activation)
+            return apply_epilogue(row if bias is None else row.add_(bias), other, activation)
         values = input.reshape(-1, inputs).float()
         # A row of zeros becomes NaN here, then some integer, and 0 again after the multiplication by its scale.
         sizes = values.abs().amax(1, keepdim=True).mul_(1 / 127)
@@ -192,7 +192,7 @@ def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
         )
         value = value.mul_(sizes) if bias is None else torch.addcmul(bias.float(), value, sizes, out=value)
         value = value.to(input.dtype).reshape(*input.shape[:-1], features)
-        return finished(value, other, activation)
+        return apply_epilogue(value, other, activation)
 
     nbytes = internals.packed_nbytes(packed) + scale.nbytes + weight.nbytes * (for_one_row is not None)
     return Packed(compute, nbytes)
@@ -222,7 +222,7 @@ def _int8_weight_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
         value = internals.int8_linear(rows, packed, scale).to(input.dtype)
         if bias is not None:
             value = value + bias
-        return finished(value.reshape(*input.shape[:-1], features[0]), other, activation)
+        return apply_epilogue(value.reshape(*input.shape[:-1], features[0]), other, activation)
 
     return Packed(compute, packed.nbytes + scale.nbytes)
 
@@ -244,15 +244,15 @@ def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
             inputs = (other, input) if overwrites else (input, other)
             add = add_into if overwrites else run_and_add
             value: Tensor = add(*inputs, packed, bias, *options, "add", 1.0, None, [], None)
-            return finished(value, None, activation)
+            return apply_epilogue(value, None, activation)
         attribute, algorithm = _epilogue(other, activation)
         value = run(input, packed, bias, *options, attribute, [], algorithm)
-        return value if attribute != "none" else finished(value, other, activation)
+        return value if attribute != "none" else apply_epilogue(value, other, activation)
 
     return Packed(compute, internals.packed_nbytes(packed), packed.to_dense)
 
 
-def of_pixels(layer: nn.Module) -> bool:
+def is_pointwise(layer: nn.Module) -> bool:
     """Tell whether a convolution computes each pixel from the input pixel at the same place."""
     return (
         isinstance(layer, nn.Conv1d | nn.Conv2d)
@@ -289,7 +289,7 @@ def _summed(value: Tensor, bias: Tensor | None, other: Tensor | None, activation
         value.add_(bias)
     if other is not None and (other.dtype, other.shape) == (value.dtype, value.shape):
         value, other = value.add_(other), None
-    return finished(value, other, activation)
+    return apply_epilogue(value, other, activation)
 
 
 _OF_ONE_ROW = {"kernel_size": 1, "stride": 1, "dilation": 1}
@@ -349,11 +349,11 @@ _KERNELS: Mapping[type[nn.Module], Mapping[str, Kernel]] = {
     },
     nn.Conv2d: {
         "onednn": Kernel(_DTYPES, _onednn_conv),
-        "matmul": Kernel(_DTYPES[:1], _matmul_conv, pixels=True),
+        "matmul": Kernel(_DTYPES[:1], _matmul_conv, pointwise=True),
     },
     nn.Conv1d: {
         "onednn": Kernel(_DTYPES, _of_one_row(_onednn_conv)),
-        "matmul": Kernel(_DTYPES[:1], _of_one_row(_matmul_conv), pixels=True),
+        "matmul": Kernel(_DTYPES[:1], _of_one_row(_matmul_conv), pointwise=True),
     },
 }
 
@@ -373,7 +373,7 @@ def _available() -> Mapping[type[nn.Module], Mapping[str, Kernel]]:
     found: dict[type[nn.Module], dict[str, Kernel]] = {kind: {} for kind in _KERNELS}
     for kind, (layer, shape) in samples.items():
         for name, kernel in _KERNELS[kind].items():
-            sample: nn.Module = nn.utils.skip_init(kind, 4, 4, 1) if kernel.pixels else layer
+            sample: nn.Module = nn.utils.skip_init(kind, 4, 4, 1) if kernel.pointwise else layer
             dtypes = tuple(dtype for dtype in kernel.dtypes if _works(sample, kernel, shape, dtype))
             if dtypes:
                 found[kind][name] = dataclasses.replace(kernel, dtypes=dtypes)

@@ -62,7 +62,7 @@ class PackingLinears(ReversibleRewrite[LinearKernel]):
         return [n for n in rewriter.graph.find_nodes(op="call_module") if n.target in site.paths]
 
 
-class Found(NamedTuple):
+class KernelChoice(NamedTuple):
     """The kernel for a layer, or the reason why there is none; the shape of its input, and the measured times, if any."""
 
     kernel: str | None
@@ -79,7 +79,7 @@ def kernel_for(
     tune: Tune,
     rounding: bool = False,
     alone: bool = False,
-) -> Found:
+) -> KernelChoice:
     """Find the kernel for the layer that `node`, its first call, calls.
 
     Args:
@@ -95,36 +95,38 @@ def kernel_for(
     if reason is None and not submodules.is_plain(layer):
         reason = f"it does not have the weight and bias of a plain {kind.__name__}"
     if reason:
-        return Found(None, reason)
+        return KernelChoice(None, reason)
     writer = index.memory.writer_of(layer)
     if writer:
-        return Found(None, f"{writer.name} may write into its weight in each run")
+        return KernelChoice(None, f"{writer.name} may write into its weight in each run")
     exact = kernels_for(layer) if rounding else ()
     kernels = [name for name in kernels_for(layer, rounding=rounding, alone=alone) if name not in exact]
     if not kernels:
         weight = layer.get_parameter("weight")
         what = f"{_text(weight.shape)}, {weight.dtype}, on {weight.device.type}"
         sizes = "; one that rounds takes a multiple of 64 input features" if rounding else ""
-        return Found(None, f"this machine has no kernel for packed weights like its own ({what}{sizes})")
+        return KernelChoice(
+            None, f"this machine has no kernel for packed weights like its own ({what}{sizes})"
+        )
     value = graph.input_of(node, layer)
     shape = None if value is None else graph.shape_of(value)
     if shape is None:
-        return Found(None, graph.unknown_shape(value or node))
+        return KernelChoice(None, graph.unknown_shape(value or node))
     if not all(shape):
-        return Found(None, "its input is empty")
+        return KernelChoice(None, "its input is empty")
     users = [*node.users]
     activation = activation_of(index, users[0]) if len(users) == 1 else None
     if tune is not True:
         if tune == "known" and is_slower(layer, shape, kernels[0], activation):
-            return Found(None, f"{kernels[0]} was measured as slower", shape)
-        return Found(kernels[0], shape=shape)
+            return KernelChoice(None, f"{kernels[0]} was measured as slower", shape)
+        return KernelChoice(kernels[0], shape=shape)
     name, seconds = fastest(layer, shape, rounding=rounding, alone=alone, activation=activation)
     if name in kernels:
-        return Found(name, shape=shape, seconds=seconds)
+        return KernelChoice(name, shape=shape, seconds=seconds)
     times = ", ".join(f"{kernel} {1e6 * took:.0f} µs" for kernel, took in seconds.items())
     which = "torch's own kernel" if name == PLAIN else f"{name}'s kernel"
     reason = f"{which} is the fastest for an input of {_text(shape)}: {times}"
-    return Found(None, reason, shape, seconds)
+    return KernelChoice(None, reason, shape, seconds)
 
 
 def activation_of(index: GraphIndex, node: Node) -> str | None:

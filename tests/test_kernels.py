@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxopt import kernels
 from fxopt.activations import ACTIVATIONS
-from fxopt.kernels import fuses_epilogues, kernels_for, packed_layer, packed_weight, unguarded
+from fxopt.kernels import fuses_epilogues, kernels_for, packed_layer, packed_weight, unchecked_function
 from fxopt.memory_formats import channels_last
 from fxopt.packed_operators import ACTIVATED, available
 
@@ -356,7 +356,7 @@ def test_a_bias_with_gaps_is_not_read_as_one_without(layer, kernel):
     shape = SHAPES[type(layer)]
     packed, x = packed_layer(layer, kernel, shape), torch.randn(shape)
     assert_close(packed(x), layer, x)
-    assert unguarded(packed, x.dtype) is None
+    assert unchecked_function(packed, x.dtype) is None
 
 
 def test_threads_share_what_is_packed_for_one_weight(monkeypatch):

@@ -242,9 +242,9 @@ def test_what_is_derived_from_a_value():
 def test_what_is_seen_behind_a_node():
     index = index_of(lambda m, x, y: (m.linear(x), m.linear(y).t().exp(), x.exp()))
     first, view, exp = (node(index, name) for name in ("linear", "t", "exp"))
-    assert index.memory.seen_behind(first, view)  # the output takes it
-    assert not index.memory.seen_behind(view, exp)
-    assert index.memory.seen_behind(node(index, "x"), exp)  # the caller has it
+    assert index.memory.is_seen_after(first, view)  # the output takes it
+    assert not index.memory.is_seen_after(view, exp)
+    assert index.memory.is_seen_after(node(index, "x"), exp)  # the caller has it
 
 
 def test_layers_that_write_into_their_own_tensors_are_not_pure():

@@ -217,7 +217,7 @@ def test_every_change_is_rolled_back_and_undone(change):
     snapshot = Snapshot(graph_module)
     change(Rewriter(graph_module), nodes_of(graph_module))
     assert fingerprint(graph_module) != fingerprint(before)
-    snapshot.put_back()
+    snapshot.roll_back()
     assert_round_trip(before, graph_module)
 
     changed = Changes(change)(copy.deepcopy(before))

@@ -35,7 +35,7 @@ class Ratio:
         return (self.high - self.low) / self.median
 
 
-class Others:
+class OtherProcesses:
     """Measures the number of cores that other processes use (Linux: use of the machine without this process)."""
 
     def __init__(self) -> None:
@@ -135,12 +135,12 @@ def timing_threads() -> int:
 
 
 @contextlib.contextmanager
-def timing() -> Iterator[Others]:
+def timing() -> Iterator[OtherProcesses]:
     """Set torch's threads for timed runs in the block, and measure the load by other processes."""
     before = torch.get_num_threads()
     torch.set_num_threads(timing_threads())
     try:
-        yield Others()
+        yield OtherProcesses()
     finally:
         torch.set_num_threads(before)
 

@@ -62,18 +62,18 @@ class Fold:
     sources: Mapping[str, Any]
 
 
-def folds(index: GraphIndex, scaling: Scaling, into_behind: bool) -> Iterator[Fold | str]:
+def folds(index: GraphIndex, scaling: Scaling, into_following: bool) -> Iterator[Fold | str]:
     """Yield the folds of a call that scales and shifts, the better one first, and reasons why other folds are impossible.
 
     Args:
         index: index of the graph.
         scaling: the call.
-        into_behind: whether to fold into layers after the call, too.
+        into_following: whether to fold into layers after the call, too.
     """
     node = scaling.node
     if before := layer_before(index, scaling.value, scaling.kinds):
         yield _fold(index, scaling, [[*before, node]])
-    behind = layers_behind(index, node, scaling.kinds) if into_behind else []
+    behind = layers_behind(index, node, scaling.kinds) if into_following else []
     if behind:
         yield _fold(index, scaling, [[node, layer] for layer in behind])
 

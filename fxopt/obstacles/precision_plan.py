@@ -134,7 +134,7 @@ class Planner:
         """Tell whether `user` would write into a copy of `value`, although a later node or the caller may read `value`."""
         written = self.index.memory.written_by(user)
         targets = user.all_input_nodes if written is None else written
-        return value in targets and self.index.memory.seen_behind(value, user)
+        return value in targets and self.index.memory.is_seen_after(value, user)
 
     def _visit(self, node: Node) -> None:
         operands = [value for value in node.all_input_nodes if _is_float32(value)]

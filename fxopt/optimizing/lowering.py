@@ -17,7 +17,7 @@ from fxopt.capture import TracedModule
 from fxopt.capture.runtime import modes
 from fxopt.capture.runtime.traced_module import ASSIGNED
 from fxopt.graph_index import GraphIndex
-from fxopt.kernels import PackedLayer, packed_weight, unguarded
+from fxopt.kernels import PackedLayer, packed_weight, unchecked_function
 from fxopt.operators import hooks_of
 from fxopt.packed_operators import Packed
 from fxopt.submodules import attribute, sharing_copy
@@ -151,7 +151,7 @@ def _call(
     if isinstance(module, PackedLayer):
         dtype, other = module.get_parameter("weight").dtype, node.kwargs.get("other")
         values = [graph.value_of(value) for value in node.all_input_nodes]
-        run, weight = unguarded(module, dtype), packed_weight(module)
+        run, weight = unchecked_function(module, dtype), packed_weight(module)
         if run and weight and all(isinstance(v, torch.Tensor) and v.dtype is dtype for v in values):
             packed[str(node.target)] = weight
             overwrites = _may_overwrite(index, node, other)
@@ -172,5 +172,5 @@ def _may_overwrite(index: GraphIndex, call: Node, other: Any) -> bool:
         isinstance(other, Node)
         and index.memory.gives_new_memory(other)
         and not index.memory.may_alias(other, call.all_input_nodes[0])
-        and not index.memory.seen_behind(other, call)
+        and not index.memory.is_seen_after(other, call)
     )

@@ -36,7 +36,7 @@ class Folding(ReversibleRewrite[Fold]):
 
     preserves_computation = True
 
-    into_behind: ClassVar[bool] = True
+    into_following: ClassVar[bool] = True
     """If True, the pass also folds into layers after the calls."""
 
     @abc.abstractmethod
@@ -48,7 +48,7 @@ class Folding(ReversibleRewrite[Fold]):
         index, taken = GraphIndex(graph_module), set[Node]()
         for scaling in self.scalings(index):
             reasons = list[str]()
-            for found in folds(index, scaling, self.into_behind):
+            for found in folds(index, scaling, self.into_following):
                 if isinstance(found, str):
                     reasons.append(found)
                 elif taken.isdisjoint(found.layers):

@@ -25,4 +25,4 @@ class FuseBatchNorm2dInConv2d(FoldBatchNorms):
     """
 
     layers = {nn.BatchNorm2d: (nn.Conv2d,)}  # noqa: RUF012
-    into_behind = False
+    into_following = False

@@ -46,12 +46,12 @@ class Attempt:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.take_back()
+            self.roll_back()
             error.add_note(f"raised by {self._pass!r} in {self._method}()")
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """Roll the graph module back; erased nodes come back as copies."""
-        self.snapshot.put_back()
+        self.snapshot.roll_back()
         with torch.no_grad():
             for tensor, values in self.written.values():
                 tensor.copy_(values)
@@ -136,10 +136,10 @@ def check_log(pass_: Any, snapshot: Snapshot, log: Sequence[Edit]) -> None:
             f"apply of {pass_!r} called another transformation: change the graph through the rewriter alone, or compose "
             "the two"
         )
-    past = snapshot.past(log)
-    if past:
+    unlogged_change = snapshot.unlogged_change(log)
+    if unlogged_change:
         raise PassError(
-            f"apply of {pass_!r} changed {past} without its rewriter, so that undo could not take this back. Nothing of the "
+            f"apply of {pass_!r} changed {unlogged_change} without its rewriter, so that undo could not take this back. Nothing of the "
             "pass was kept. Use the methods of the rewriter, such as set, erase and replace_module; in a Pattern, change a copy"
         )
 

@@ -128,14 +128,14 @@ class Redirect:
         new: the name of the node that is used after the change.
         users: the names of the nodes whose uses of `old` were redirected.
         kept: the names of the nodes that already used `new` before the change.
-        stands_in: whether the pass made `new` to replace `old`; undo then directs later users of `new` to `old` as well.
+        is_replacement: whether the pass made `new` to replace `old`; undo then directs later users of `new` to `old` as well.
     """
 
     old: str
     new: str
     users: tuple[str, ...]
     kept: tuple[str, ...]
-    stands_in: bool
+    is_replacement: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +212,7 @@ class _Touched:
                 self._enter(edit)
             elif isinstance(edit, Redirect):
                 self.shifts.update((user, "inputs") for user in edit.users)
-                self.shifts.update([(edit.new, "value")] if edit.stands_in else [])
+                self.shifts.update([(edit.new, "value")] if edit.is_replacement else [])
                 self.needs.update([(edit.old, "exists"), (edit.new, "exists")])
             else:
                 for path in edit.left if isinstance(edit, Swapped) else edit.after:

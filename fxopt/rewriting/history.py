@@ -133,14 +133,14 @@ def applied(graph_module: GraphModule, pipeline: Transformation) -> Iterator[Gra
             "copy.deepcopy of the graph module instead"
         )
     earlier = history(graph_module)
-    result, take_back = pipeline._applied(graph_module, False)
+    result, roll_back = pipeline._applied(graph_module, False)
     if result is not graph_module:
-        take_back()
+        roll_back()
         graph_module.recompile()
         raise PassError(
             f"{pipeline!r} gives another graph module; what is applied for a while works in place"
         )
-    own = history(finished(pipeline, (result, take_back), True))[len(earlier) :]
+    own = history(finished(pipeline, (result, roll_back), True))[len(earlier) :]
     try:
         yield graph_module
     finally:

@@ -31,7 +31,7 @@ from fxopt.rewriting.weights import Keep, Left, Restore
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class PatternSite:
     """A site that computes the pattern.
 
     Attributes:
@@ -49,7 +49,7 @@ class Found:
     steps: tuple[Any, ...] | None = None
 
 
-class Pattern(ReversibleRewrite[Found]):
+class Pattern(ReversibleRewrite[PatternSite]):
     """A pass in two functions: wherever a graph computes `pattern`, it gets `replacement` instead.
 
     A parameter without annotation, or annotated with `Tensor`, matches the value of any node. `float` and `int` match a
@@ -104,7 +104,7 @@ class Pattern(ReversibleRewrite[Found]):
     """Optional method: computes the old layer, or a tuple of the old layers in the order of the parameters, from the new layer,
     and the numbers by name. Undo calls it if the new weights have changed; without `inverse`, it raises `UndoError` then."""
 
-    def match(self, graph_module: GraphModule) -> Iterator[Found | Refusal]:
+    def match(self, graph_module: GraphModule) -> Iterator[PatternSite | Refusal]:
         """Yield sites that compute the pattern and do not overlap; overlapping ones are found after these are rewritten."""
         index, taken = GraphIndex(graph_module), set[Node]()
         wanted = _Wanted(self, index)
@@ -119,11 +119,11 @@ class Pattern(ReversibleRewrite[Found]):
             taken.update(() if reason else found.inside.values())
             yield Refusal(node, reason) if reason else dataclasses.replace(found, steps=steps)
 
-    def opens_sites(self, graph_module: GraphModule, sites: Iterable[Found]) -> bool:
+    def opens_sites(self, graph_module: GraphModule, sites: Iterable[PatternSite]) -> bool:
         """Return True, because the value of a replacement may be part of another match."""
         return True
 
-    def apply(self, rewriter: Rewriter, site: Found) -> Node:
+    def apply(self, rewriter: Rewriter, site: PatternSite) -> Node:
         """Insert the replacement before the result of the pattern, and erase the pattern."""
         made = trace_function(self, "replacement", site.values)
         if site.steps is not None and made.steps != site.steps:
@@ -152,7 +152,7 @@ class Pattern(ReversibleRewrite[Found]):
         return result
 
     def _place(
-        self, rewriter: Rewriter, site: Found, made: FunctionGraph
+        self, rewriter: Rewriter, site: PatternSite, made: FunctionGraph
     ) -> tuple[dict[int, str], list[str]]:
         """Add new layers to the graph module; returns the path of each called layer by id, and the paths to remove."""
         paths = {id(site.values[name]): str(call.target) for name, call in site.calls.items()}
@@ -171,7 +171,7 @@ class Pattern(ReversibleRewrite[Found]):
             paths[id(module)] = rewriter.add_module(parent, type(module).__name__.lower(), module)
         return paths, gone
 
-    def _restore(self, site: Found, place: str, new: nn.Module, gone: list[str]) -> Restore | None:
+    def _restore(self, site: PatternSite, place: str, new: nn.Module, gone: list[str]) -> Restore | None:
         if self.inverse is None:
             return None
         numbers = {
@@ -185,7 +185,7 @@ class Pattern(ReversibleRewrite[Found]):
         _check_inverse(self, new, old, numbers)
         return functools.partial(_inverted, self, place, Keep.of(old, {place: new}), numbers)
 
-    def _obstacle(self, index: GraphIndex, found: Found, wanted: _Wanted) -> str | None:
+    def _obstacle(self, index: GraphIndex, found: PatternSite, wanted: _Wanted) -> str | None:
         inside = {*found.inside.values()}
         for name, call in found.calls.items():
             if reason := index.replacing_obstacle(call, wanted.kinds[name]):
@@ -205,7 +205,7 @@ class Pattern(ReversibleRewrite[Found]):
                     return reason
         return self.refuses(**found.values) or None
 
-    def _proof_at(self, index: GraphIndex, found: Found, own_layers: bool = False) -> Proof:
+    def _proof_at(self, index: GraphIndex, found: PatternSite, own_layers: bool = False) -> Proof:
         """Prove the rule for the values of a site; the reason also covers other uses of these values."""
         floats = [name for name, kind in _kinds_of(self).items() if kind is float]
         proof = prove(self, found.values, floats, index, own_layers)
@@ -245,9 +245,9 @@ class _Wanted:
         if self._traced.result in self._names:
             raise self._error(f"returns {self._traced.result} itself, which is a pattern of any value")
 
-    def found_at(self, node: Node) -> Found | None:
+    def found_at(self, node: Node) -> PatternSite | None:
         """The site whose result is the value of `node`; `None` if the pattern does not match there."""
-        ways_of = self._match(self._traced.result, node, Found(node))
+        ways_of = self._match(self._traced.result, node, PatternSite(node))
         # Nodes that the match erases must not be values of parameters, such as p = y * z in `p + p`.
         apart = (each for each in ways_of if {*each.inside.values()}.isdisjoint(_nodes(each.values)))
         found = next(apart, None)
@@ -256,7 +256,7 @@ class _Wanted:
         values, calls = (
             {n: held[n] for n in self.kinds if n in held} for held in (found.values, found.calls)
         )
-        return Found(node, found.inside, values, calls)
+        return PatternSite(node, found.inside, values, calls)
 
     def _error(self, what: str) -> PassError:
         return PassError(f"pattern of {type(self._pass).__name__} {what}")
@@ -275,7 +275,7 @@ class _Wanted:
             raise self._error(f"calls {node.target}, which is no function of torch")
         return call
 
-    def _match(self, wanted: Any, value: Any, found: Found) -> Iterator[Found]:
+    def _match(self, wanted: Any, value: Any, found: PatternSite) -> Iterator[PatternSite]:
         """Yield each match of `value`, an argument in the graph, with `wanted`, a node or literal of the pattern."""
         if isinstance(wanted, Node) and wanted in self._names:
             yield from self._bound(self._names[wanted], value, found)
@@ -296,14 +296,14 @@ class _Wanted:
             if type(wanted) is type(value) or numbers:
                 yield found
 
-    def _called(self, wanted: Node, value: Node, found: Found) -> Iterator[Found]:
+    def _called(self, wanted: Node, value: Node, found: PatternSite) -> Iterator[PatternSite]:
         call, module = self._calls[wanted], self._index.called(value)
         inside = {**found.inside, wanted: value}
         if isinstance(call, str):
             known = found.calls.get(call, value) is value
             if module is not None and known and type(module) is self.kinds[call]:
                 values, calls = {**found.values, call: module}, {**found.calls, call: value}
-                found = Found(found.node, inside, values, calls)
+                found = PatternSite(found.node, inside, values, calls)
                 asked = arguments_of(module.forward, wanted.args, wanted.kwargs)
                 given = arguments_of(module.forward, value.args, value.kwargs)
                 if asked is not None and given is not None:
@@ -317,7 +317,9 @@ class _Wanted:
         for one, other in ways(call, own):
             yield from self._all(one, other, found)
 
-    def _all(self, wanted: Mapping[Any, Any], values: Mapping[Any, Any], found: Found) -> Iterator[Found]:
+    def _all(
+        self, wanted: Mapping[Any, Any], values: Mapping[Any, Any], found: PatternSite
+    ) -> Iterator[PatternSite]:
         if wanted.keys() != values.keys():
             return
         if not wanted:
@@ -328,7 +330,7 @@ class _Wanted:
             others = {key: value for key, value in values.items() if key != name}
             yield from self._all(dict(rest), others, each)
 
-    def _bound(self, name: str, value: Any, found: Found) -> Iterator[Found]:
+    def _bound(self, name: str, value: Any, found: PatternSite) -> Iterator[PatternSite]:
         kind, known = self.kinds[name], found.values.get(name, value)
         fits = isinstance(value, Node) if kind is inspect.Parameter.empty else type(value) in (int, kind)
         if fits and (

@@ -45,7 +45,7 @@ def _direct_back(edit: Redirect, old: Node, new: Node, nodes: NodesByName) -> No
         if new not in nodes[name].all_input_nodes:
             raise _changed(name, nodes[name])
     for user in [user for user in new.users if user is not old]:
-        if user.name in edit.users or (edit.stands_in and user.name not in edit.kept):
+        if user.name in edit.users or (edit.is_replacement and user.name not in edit.kept):
             user.replace_input_with(new, old)
 
 

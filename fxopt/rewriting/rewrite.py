@@ -97,7 +97,7 @@ class Rewrite(Transformation, Generic[S]):
         try:
             return self._rewrite_sites(Rewriter(graph_module), snapshot, False)[0]
         except BaseException:
-            snapshot.put_back()
+            snapshot.roll_back()
             raise
 
     def transform(self, graph_module: GraphModule) -> GraphModule:
@@ -118,7 +118,7 @@ class Rewrite(Transformation, Generic[S]):
             rewriter = Rewriter(graph_module, self.signature)
             explanation, nodes = self._rewrite_sites(rewriter, attempt.snapshot, verify)
             attempt.check(graph_module)
-            if self.reversible and (names := attempt.snapshot.parted()):
+            if self.reversible and (names := attempt.snapshot.broken_ties()):
                 raise PassError(
                     f"apply of {self!r} parts {' and '.join(names)}, which are one tensor: give all of them one new tensor, "
                     "or refuse layers with shared weights, as GraphIndex.obstacle does"
@@ -130,7 +130,7 @@ class Rewrite(Transformation, Generic[S]):
             orders = rewriter.orders_before(attempt.snapshot.orders)
             sites = len(explanation.sites)
             attempt.note(graph_module, edits, marked, orders=orders, sites=sites, by_hand=False)
-        return graph_module, attempt.take_back
+        return graph_module, attempt.roll_back
 
     def _rewrite_sites(
         self, rewriter: Rewriter, snapshot: Snapshot, verify: Verify
@@ -184,7 +184,7 @@ class Rewrite(Transformation, Generic[S]):
             check_log(self, before, edits)
         reason = verifier.difference(edits, before, rewriter.made)
         if reason:
-            before.put_back()
+            before.roll_back()
             del rewriter.log[start:]
             warn(f"{self!r} took back its rewrite of {row.place}: {reason}", VerificationWarning)
         return nodes, reason

@@ -112,9 +112,9 @@ class Rewriter:
         users = [user for user in old.users if user is not new]
         for user in users:
             user.replace_input_with(old, new)
-        stands_in = new.name in self.made or (new.op == "call_module" and new.target in self._swapped)
+        is_replacement = new.name in self.made or (new.op == "call_module" and new.target in self._swapped)
         names = tuple(user.name for user in users)
-        self.log.append(Redirect(old.name, new.name, names, kept, stands_in))
+        self.log.append(Redirect(old.name, new.name, names, kept, is_replacement))
 
     def erase(self, node: Node) -> None:
         """Erase a node that nothing uses; its name stays reserved."""

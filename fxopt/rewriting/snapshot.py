@@ -111,7 +111,7 @@ class _Module(NamedTuple):
             if name[0] != "_" and now.get(name, _ABSENT) is not self.attributes.get(name, _ABSENT):
                 yield f"the attribute {name} of {owner}"
 
-    def put_back(self) -> None:
+    def roll_back(self) -> None:
         if type(self.module) is not self.kind:
             self.module.__class__ = self.kind
         now = vars(self.module)
@@ -156,7 +156,7 @@ class Snapshot:
         >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU()))
         >>> snapshot = Snapshot(traced)
         >>> traced.graph.erase_node(list(traced.graph.nodes)[-1])
-        >>> snapshot.put_back()
+        >>> snapshot.roll_back()
         >>> [node.name for node in traced.graph.nodes]
         ['input_1', '_0', 'output']
     """
@@ -214,14 +214,14 @@ class Snapshot:
         ]
         return [*new, *changed, *reversed(erased)]
 
-    def parted(self) -> list[str]:
+    def broken_ties(self) -> list[str]:
         """List names that shared one tensor and no longer do; empty if all ties remain."""
         names = grouped((id(value), path) for path, value in self.held.items() if isinstance(value, Tensor))
         groups = [group for group in names.values() if len(group) > 1]
         now = Snapshot(self.graph_module).held if groups else {}
         return next((group for group in groups if len({id(now.get(path)) for path in group}) > 1), [])
 
-    def past(self, log: Sequence[Edit]) -> str | None:
+    def unlogged_change(self, log: Sequence[Edit]) -> str | None:
         """Describe a change since the snapshot that is not in the log of a rewriter; None if the log has all changes."""
         if node := self.past_nodes(log, self.graph_module):
             return node
@@ -284,10 +284,10 @@ class Snapshot:
                 return f"{'the memory or dtype' if is_moved else 'requires_grad'} of {name}"
         return None
 
-    def put_back(self) -> None:
+    def roll_back(self) -> None:
         """Roll the graph module back to the snapshot; nodes that were erased come back as copies."""
         for each in self._modules:
-            each.put_back()
+            each.roll_back()
         for tensor, requires_grad, memory in self._tensors:
             if not _is_in_place(tensor, memory):
                 tensor.data = memory

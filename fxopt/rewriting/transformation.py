@@ -128,12 +128,12 @@ class Transformation(abc.ABC):
                 made = {node.name: node for node in result.graph.nodes}
                 reason = verifier.difference(edits, attempt.snapshot, made)
             if reason:
-                attempt.take_back()
+                attempt.roll_back()
                 warn(f"{self!r} was taken back: {reason}", VerificationWarning)
                 return graph_module, lambda: None
             verifier.report()
             attempt.note(result, [as_data(edit, keep=False) for edit in edits])
-        return result, attempt.take_back
+        return result, attempt.roll_back
 
 
 class ReversibleTransformation(Transformation):
@@ -195,12 +195,12 @@ class ReversibleTransformation(Transformation):
 
 def finished(pass_: Transformation, applied: Applied, lint_and_recompile: bool) -> GraphModule:
     """Check and compile the result of a transformation; an invalid result is rolled back and raises a PassError."""
-    result, take_back = applied
+    result, roll_back = applied
     if lint_and_recompile:
         try:
             check_and_compile(pass_, result)
         except BaseException:
-            take_back()
+            roll_back()
             raise
     return result
 

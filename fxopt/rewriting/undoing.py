@@ -106,12 +106,12 @@ def _played_back(graph_module: GraphModule, step: Step) -> Applied:
         _unmark(graph_module, [step], standing)
         set_steps(graph_module, standing, orders)
     except BaseException as error:
-        snapshot.put_back()
+        snapshot.roll_back()
         if not isinstance(error, Exception):
             raise
         why = str(error) if isinstance(error, UndoError) else error_text(error)
         raise UndoError(f"{step.name} cannot be undone: {why}") from error
-    return graph_module, snapshot.put_back
+    return graph_module, snapshot.roll_back
 
 
 def reverse_by_hand(pass_: Any, graph_module: GraphModule, undone: Sequence[Step]) -> Applied:
@@ -139,7 +139,7 @@ def reverse_by_hand(pass_: Any, graph_module: GraphModule, undone: Sequence[Step
             standing, _ = attempt.standing(result)
             standing.append(Step(f"{pass_!r}, reversed", pass_.signature, 0, False))
             set_steps(result, standing, attempt.snapshot.orders)
-    return result, attempt.take_back
+    return result, attempt.roll_back
 
 
 def _free_names(graph_module: GraphModule, undone: Sequence[Step]) -> None:

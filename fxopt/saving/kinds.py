@@ -71,6 +71,6 @@ _BARE = {*vars(nn.Module()), COMPILED} - {"training"}
 _DERIVED = {*vars(GraphModule(nn.Module(), torch.fx.Graph())), *DERIVED_FROM_GRAPH, "_containers"}
 
 
-def no_attributes(module: nn.Module) -> set[str]:
+def unsaved_attributes(module: nn.Module) -> set[str]:
     """The attributes that are not saved: registries of members and hooks, and values that torch.fx derives from the graph."""
     return _BARE | _DERIVED - {"training"} if isinstance(module, GraphModule) else _BARE

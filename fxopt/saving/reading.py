@@ -32,7 +32,7 @@ from fxopt.saving.kinds import (
     OF_GUARDS,
     OF_SEVERAL_PARTS,
     PARTS,
-    no_attributes,
+    unsaved_attributes,
 )
 from fxopt.torch_internals import NON_PERSISTENT, buffers_of, parameters_of
 
@@ -149,7 +149,7 @@ class Reader:
         attributes = self._members(entry["attributes"])
         for value in attributes.values():
             check_value(self._names, value)
-        if not no_attributes(module).isdisjoint(attributes):
+        if not unsaved_attributes(module).isdisjoint(attributes):
             raise Refused("a hook, or what torch.fx derives from a graph, among the attributes")
         if isinstance(module, TracedModule):
             attributes["config"] = self._config(entry["config"])
@@ -180,7 +180,7 @@ class Reader:
                 f"{path}.{name}".removeprefix(".")
                 for path, owner in modules.items()
                 for name, value in {**vars(owner), **parameters_of(owner), **buffers_of(owner)}.items()
-                if name not in no_attributes(owner)
+                if name not in unsaved_attributes(owner)
                 and not any(map(callable, parts(value)))  # a graph must not get callable objects as values
             },
         }

@@ -27,7 +27,7 @@ from fxopt.rewriting.transformation import Transformation
 from fxopt.rewriting.weights import Keep
 from fxopt.saving.allowed import CONSTANTS, Names, Refused, within
 from fxopt.saving.calls import check_node
-from fxopt.saving.kinds import ANNOTATIONS, DATA, GRAPHS, MEMBERS, OF_GUARDS, PARTS, no_attributes
+from fxopt.saving.kinds import ANNOTATIONS, DATA, GRAPHS, MEMBERS, OF_GUARDS, PARTS, unsaved_attributes
 from fxopt.saving.tensors import TensorTable
 from fxopt.torch_internals import non_persistent_of
 
@@ -115,7 +115,7 @@ class Writer:
 
     def _attributes(self, module: nn.Module) -> dict[str, Any]:
         state: Any = module.__getstate__()
-        skipped = no_attributes(module)
+        skipped = unsaved_attributes(module)
         for name in skipped:
             if name.endswith("_hooks") and state.get(name):
                 raise Refused(f"has hooks ({name}), which are no data: remove them")

@@ -162,7 +162,7 @@ def place_of_error(
         if all(left is not None and isinstance(right, GraphModule) for left, right in graphs):
             found = oracle.first_divergence(*graphs[0], *graphs[1:])  # type: ignore[arg-type]
         elif isinstance(candidate, GraphModule) and not history(candidate):
-            found = oracle.parting_place(reference, candidate)
+            found = oracle.place_of_divergence(reference, candidate)
     except Exception as error:  # such as one of the model: it must not hide the verdict
         return f"where, cannot be told: {error_text(error)}"
     return str(found or "")

@@ -148,7 +148,7 @@ def _counterparts(steps: Sequence[Step]) -> dict[str, str]:
     """The nodes that passes made to replace others, with the names of the replaced nodes in the original."""
     found: dict[str, str] = {}
     for edit in (edit for step in steps for edit in step.edits or ()):
-        if isinstance(edit, Redirect) and edit.stands_in:
+        if isinstance(edit, Redirect) and edit.is_replacement:
             found[edit.new] = found.get(edit.old, edit.old)
     return found
 

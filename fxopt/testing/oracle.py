@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from fxopt.capture.runs.first_difference import parting_place
+from fxopt.capture.runs.first_difference import place_of_divergence
 from fxopt.compare import Difference, checksum, epsilon, rounds, ulps, unchanged, unlike
 from fxopt.float64 import in_float64
 from fxopt.testing.divergence import Divergence, divergence
@@ -179,7 +179,7 @@ class Oracle:
                     return dataclasses.replace(found, dtype=dtype)
         return None
 
-    def parting_place(self, reference: nn.Module, graph: GraphModule) -> str:
+    def place_of_divergence(self, reference: nn.Module, graph: GraphModule) -> str:
         """Describe where a captured graph, before any pass, diverges from its model; empty if nothing differs."""
         reference, graph = copy.deepcopy(reference), copy.deepcopy(graph)
         called = {str(node.target) for node in graph.graph.find_nodes(op="call_module")}
@@ -187,7 +187,9 @@ class Oracle:
         for call in self._calls:
             left, right = (observe(module, [call])[0].output for module in (reference, graph))
             if not unchanged(left, right):
-                place = parting_place(graph, reference, layers, lambda run, call=call: run_call(run, call))
+                place = place_of_divergence(
+                    graph, reference, layers, lambda run, call=call: run_call(run, call)
+                )
                 return f"they part at {place}"
         return ""
 

@@ -22,7 +22,7 @@ from fxopt.compare import cosine_similarity
 from fxopt.testing import compare as compare_outputs
 
 from ..judging.repro import portable
-from ..timing import Others, in_random_order, ratio, second_of_two, synchronise
+from ..timing import OtherProcesses, in_random_order, ratio, second_of_two, synchronise
 from .engines import EAGER, Prepare, engines, quiet, reason, tensors
 from .models import Workload, in_float64, workload
 
@@ -124,7 +124,7 @@ def compare(
                 if name == EAGER:
                     raise
                 rows[name] = Row(*case, name, reason(error))
-        others = Others()
+        others = OtherProcesses()
         times = in_random_order(turns, rounds, seconds, np.random.default_rng(0))
         busy = others.cores()
     for name, measured in times.items():

@@ -77,7 +77,7 @@ class BranchDecisions:
     example: ExampleRun | None
     raising: dict[tuple[Any, str], bool]
     # Whether the value of a size is read if the size is the key of a dict; otherwise, hashing the size raises an error.
-    knows_keys: bool
+    reads_dict_keys: bool
     # Whether parameters and buffers decide by their current values.
     by_state: bool
 

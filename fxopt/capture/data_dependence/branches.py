@@ -36,7 +36,7 @@ class NumberBranch(DataDependentBranch):
     """The forward compares numbers that are known only when the graph runs, such as unbacked sizes."""
 
 
-class PlaceError(TraceError):
+class LoopPositionError(TraceError):
     """The body of a loop raises the model's own `error` at a position of a mask, such as an index out of range."""
 
     def __init__(self, message: str, line: str, position: int, error: Exception) -> None:
@@ -81,7 +81,7 @@ class Outcomes:
     def with_line(self, line: str, answers: tuple[bool, bool]) -> Outcomes:
         return dataclasses.replace(self, at_lines={**self.at_lines, line: answers})
 
-    def with_end(self, failure: PlaceError) -> Outcomes:
+    def with_end(self, failure: LoopPositionError) -> Outcomes:
         return dataclasses.replace(self, ends={**self.ends, failure.line: (failure.position, failure.error)})
 
 

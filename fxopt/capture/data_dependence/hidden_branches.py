@@ -18,7 +18,7 @@ from fxopt.torch_internals import pytree
 _MOST_QUESTIONS = 5
 
 
-def whatever_it_decides(
+def result_for_all_outcomes(
     shape_env: Any, where: str, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Make a call on fakes once for each outcome of its decisions on values, and return a result; `where` names the callee.

@@ -85,7 +85,7 @@ class OperatorChecks:
             if self._asked is None:
                 return result
             self._try(call, self._asked)
-            shape_env.drop_new(known)
+            shape_env.drop_unknown_symbols(known)
 
     def _try(self, call: functools.partial[Any], question: Any) -> None:
         """Make a call with both outcomes of a condition."""

@@ -142,7 +142,7 @@ class CaptureShapeEnv(ShapeEnv):
         super()._update_var_to_range(*args, **kwargs)
         self._version_counter += 1
 
-    def drop_new(self, known: Collection[Any]) -> None:
+    def drop_unknown_symbols(self, known: Collection[Any]) -> None:
         """Drop assumptions about numbers that are not `known`, because the call that made these numbers is repeated."""
         new = {symbol for symbol in self.var_to_range if symbol not in known}
         for symbol in new:

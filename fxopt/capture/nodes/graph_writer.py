@@ -163,7 +163,7 @@ class GraphWriter:
                 self.argument(size)
         self._node_of(tensor).meta["val"] = tensor.view_as(tensor)
 
-    def stand_for(self, tensor: torch.Tensor, made: torch.Tensor) -> None:
+    def share_origin(self, tensor: torch.Tensor, made: torch.Tensor) -> None:
         """Register the origin of `made` as the origin of `tensor`."""
         self._values[id(tensor)] = self._values[id(made)]
 
@@ -222,7 +222,7 @@ class GraphWriter:
         if isinstance(result, torch.Tensor):
             return True
         if isinstance(result, SymbolicNumber):
-            return self.sizes.is_new(result)
+            return self.sizes.lacks_source(result)
         items = result.values() if isinstance(result, dict) else result
         return isinstance(result, (tuple, list, dict)) and any(map(self.makes_something, items))
 

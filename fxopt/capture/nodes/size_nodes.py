@@ -46,7 +46,7 @@ class SizeNodes:
             # `.item()` of a boolean tensor is `Eq(symbol, 1)`.
             self._origins.setdefault(expression.lhs, lambda: self._graph.call_function(int, (origin(),)))
 
-    def is_new(self, value: Any) -> bool:
+    def lacks_source(self, value: Any) -> bool:
         """Tell whether `value` depends on a symbol that has no source."""
         return not self._origins.keys() >= value.node.expr.free_symbols
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as checkpointing
 
-from fxopt.capture.data_dependence.hidden_branches import whatever_it_decides
+from fxopt.capture.data_dependence.hidden_branches import result_for_all_outcomes
 from fxopt.capture.patches.checkpoints import reentrant_checkpoint
 from fxopt.capture.patches.replaced import Patches
 from fxopt.capture.recording.recorder import Recorder
@@ -121,7 +121,7 @@ def _call(recorder: Recorder, cls: type, apply: Callable[..., Any], args: Any, k
     args, kwargs = writer.faked((args, kwargs))
     with recorder.paused(), _Writes() as writes:
         where = f"the autograd.Function {cls.__qualname__}"
-        result = whatever_it_decides(recorder.shape_env, where, apply, *args, **kwargs)
+        result = result_for_all_outcomes(recorder.shape_env, where, apply, *args, **kwargs)
     given = set(map(storage_of, tensors_in((args, kwargs))))
     node_args, node_kwargs = writer.arguments(f"{cls.__qualname__}.apply", args, kwargs)
     target = modes.ApplyFunction(cls, only_reads=given.isdisjoint(writes.written))

@@ -93,7 +93,7 @@ def _keys(patch: Patches, decisions: BranchDecisions) -> None:
     def __hash__(original: Any, self: Any) -> int:
         if not is_model_code(sys._getframe(2).f_code.co_filename):
             return int(original(self))
-        if decisions.knows_keys or self.node.expr.is_number:
+        if decisions.reads_dict_keys or self.node.expr.is_number:
             return hash(int(self))
         raise SizeAsKeyError("a free size is the key of a dict")
 

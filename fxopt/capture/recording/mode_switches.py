@@ -80,7 +80,7 @@ class ModeSwitches:
 
 
 @contextlib.contextmanager
-def modes_left() -> Iterator[None]:
+def leave_open_modes() -> Iterator[None]:
     """Leave modes of torch that the block enters and does not leave, which are above those of the capture; raise TraceError."""
     entered = [mode for stack, _ in _STACKS for mode in stack()]
     left = []

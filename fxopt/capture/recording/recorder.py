@@ -22,7 +22,7 @@ from fxopt.capture.capture_internals import (
     pop_mode_temporarily,
 )
 from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
-from fxopt.capture.data_dependence.hidden_branches import whatever_it_decides
+from fxopt.capture.data_dependence.hidden_branches import result_for_all_outcomes
 from fxopt.capture.data_dependence.scalar_tensors import KnownScalars, holds_sizes, with_numbers
 from fxopt.capture.fakes.call_cache import CallCache
 from fxopt.capture.fakes.fake_mode import CaptureFakeMode
@@ -229,7 +229,7 @@ class Recorder(PreDispatchTorchFunctionMode):
             if module.training or self.writer.containers.any_in((args, kwargs)):
                 self.shape_env.guard(questions)  # a second call would change something
             else:
-                call = functools.partial(whatever_it_decides, self.shape_env, "", call_impl_of(module))
+                call = functools.partial(result_for_all_outcomes, self.shape_env, "", call_impl_of(module))
                 self.shape_env.settle_at_one(questions, call, args, kwargs, result)
         with self.writer.inside(name, module):
             self.writer.create("call_module", name, node_args, node_kwargs, result)
@@ -244,7 +244,7 @@ class Recorder(PreDispatchTorchFunctionMode):
             return call.recall()
         versions = _versions((args, kwargs))
         draws = PythonRandomState() if call is None else None
-        result = whatever_it_decides(
+        result = result_for_all_outcomes(
             self.shape_env, f"the layer {name!r}", call_impl_of(module), *args, **kwargs
         )
         if draws is not None:

@@ -33,7 +33,7 @@ class Request:
     sizes: Mapping[tuple[str, int | None], int] = dataclasses.field(default_factory=dict)
     answers: Outcomes = dataclasses.field(default_factory=Outcomes)
     by_state: bool = False  # conditions on only parameters and buffers are decided by current values
-    knows_keys: bool = False  # sizes that are keys of dicts must be known
+    reads_dict_keys: bool = False  # sizes that are keys of dicts must be known
     moving: Set[str] = frozenset()  # ints inside objects that are dynamic, because the forward changes them
     shared_inputs: bool = False  # a tensor passed twice is one tensor in the forward, which tests this
     changes_inputs: bool = False  # the forward changes lists or dicts among its inputs

@@ -102,7 +102,7 @@ def _replaced(recorder: Recorder, out: torch.Tensor, call: Call) -> Any:
     result = recorder.distinct(call.made(), call.args, call.kwargs)
     recorder.record(call, result)
     out.copy_(result)
-    recorder.writer.stand_for(out, result)
+    recorder.writer.share_origin(out, result)
     return out
 
 

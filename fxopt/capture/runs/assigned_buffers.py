@@ -30,7 +30,7 @@ def replaced_buffers(made: RunResult, persistent: bool) -> set[Place]:
     }
 
 
-def held_alone(made: RunResult, places: Collection[Place]) -> set[Place]:
+def unshared_buffers(made: RunResult, places: Collection[Place]) -> set[Place]:
     """Return the buffers among `places` whose memory no attribute of a module, leaves included, no input and no constant shares."""
     if not places:
         return set()

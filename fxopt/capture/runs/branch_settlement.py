@@ -15,10 +15,10 @@ from fxopt.capture.data_dependence.branches import (
     DataDependentBranch,
     DataDependentLoop,
     DataDependentWhile,
+    LoopPositionError,
     NumberBranch,
     Outcome,
     Outcomes,
-    PlaceError,
 )
 from fxopt.capture.data_dependence.operator_checks import is_model_error
 from fxopt.capture.runs.both_sides import join
@@ -121,7 +121,7 @@ def _open_path(capture: Callable[[Outcomes], RunResult], like: Outcomes | None) 
                 return _Path(script, capture(script), pending)
             except DataDependentBranch as met:
                 branch = met
-            except PlaceError as failure:
+            except LoopPositionError as failure:
                 script = script.with_end(failure)
                 continue
             except TraceError:

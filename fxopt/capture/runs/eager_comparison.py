@@ -18,8 +18,8 @@ from fxopt.capture.capture_internals import detect_fake_mode
 from fxopt.capture.fakes.fake_model import Written
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.eager_outcome import Outcome, difference, named, outcome_of
-from fxopt.capture.runs.first_difference import exporting, likely_cause, parting_place
-from fxopt.capture.runs.own_copies import RepeatedRandomness, Twin, copy_inputs
+from fxopt.capture.runs.first_difference import exporting, likely_cause, place_of_divergence
+from fxopt.capture.runs.own_copies import ComparisonCopy, RepeatedRandomness, copy_inputs
 from fxopt.capture.runtime.traced_module import TracedModule
 from fxopt.errors import GuardError, TraceError
 
@@ -94,13 +94,13 @@ class _Comparison:
 
     def _calls(self, module: torch.nn.Module, condensed: bool) -> list[Outcome]:
         """Call a new copy of a module; return the outcomes, up to the first one that raises."""
-        twin, outcomes = Twin(module, self.written), list[Outcome]()
+        twin, outcomes = ComparisonCopy(module, self.written), list[Outcome]()
         while len(outcomes) < _CALLS and all(outcome.error is None for outcome in outcomes):
             outcomes.append(self._outcome(twin, condensed))
         return outcomes
 
     def _outcome(
-        self, twin: Twin, condensed: bool = False, function: Callable[..., Any] | None = None
+        self, twin: ComparisonCopy, condensed: bool = False, function: Callable[..., Any] | None = None
     ) -> Outcome:
         """Make one call of `function`; by default, of the module itself."""
         examples = copy_inputs(self.request.inputs)
@@ -123,11 +123,14 @@ class _Comparison:
     def _error(self, differs: str, number: int, found: Outcome) -> TraceError:
         exported = exporting(lambda: self._calls(self.request.model, condensed=False))
         agrees = len(exported) > number and difference(exported[number], found) is None
-        model, graph = Twin(self.request.model, self.written), Twin(self.traced, self.written)
+        model, graph = (
+            ComparisonCopy(self.request.model, self.written),
+            ComparisonCopy(self.traced, self.written),
+        )
         for twin in (model, graph) * number:
             self._outcome(twin)
         layers = {name for name, m in self.request.model.named_modules() if id(m) in self.request.layers}
-        place = parting_place(
+        place = place_of_divergence(
             graph.module,
             model.module,
             layers,

@@ -24,7 +24,7 @@ from fxopt.capture.nodes.source_location import CAPTURE, describe_origin
 from fxopt.capture.recording.placeholders import ChangedInputError
 from fxopt.capture.recording.request import Request
 from fxopt.capture.runs.assembly import assemble
-from fxopt.capture.runs.assigned_buffers import held_alone, replaced_buffers
+from fxopt.capture.runs.assigned_buffers import replaced_buffers, unshared_buffers
 from fxopt.capture.runs.both_sides import called_in_branches
 from fxopt.capture.runs.branch_settlement import KeptRuns, explore_branches
 from fxopt.capture.runs.cached_values import RepeatedCalls
@@ -91,7 +91,7 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
             if not made.moved:
                 tried = general is not None and general.keeps_tables
                 replaced = replaced_buffers(made, persistent=True)
-                assigned = held_alone(made, replaced - request.assigned)
+                assigned = unshared_buffers(made, replaced - request.assigned)
                 try:
                     if not assigned:
                         if replaced:  # the `state_dict` would have the old buffer
@@ -99,12 +99,12 @@ def _settled(request: Request, general: RunResult | None = None) -> RunResult:
                         return dataclasses.replace(made, keeps_tables=_keeps_tables(made, tried))
                 except TraceError:
                     tables = replaced_buffers(made, persistent=False)
-                    assigned = held_alone(made, tables - request.assigned)
+                    assigned = unshared_buffers(made, tables - request.assigned)
                     if not assigned:
                         raise
                 return record(answers, assigned=request.assigned | assigned)
         except SizeAsKeyError:
-            return record(answers, knows_keys=True)
+            return record(answers, reads_dict_keys=True)
         except ChangedInputError:
             if request.changes_inputs:
                 raise

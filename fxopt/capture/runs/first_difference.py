@@ -38,7 +38,7 @@ UNSEEN = (
 )
 
 
-def parting_place(
+def place_of_divergence(
     graph: torch.nn.Module, model: torch.nn.Module, layers: Collection[str], run: Callable[..., Any]
 ) -> str:
     """Describe the first node whose value the model does not compute, else the first call of the model without a node.

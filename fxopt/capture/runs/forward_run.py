@@ -20,7 +20,7 @@ from fxopt.capture.capture_internals import (
     shapes_config,
 )
 from fxopt.capture.data_dependence.branch_decisions import BranchDecisions
-from fxopt.capture.data_dependence.branches import DataDependentBranch, PlaceError
+from fxopt.capture.data_dependence.branches import DataDependentBranch, LoopPositionError
 from fxopt.capture.data_dependence.example_run import ExampleRun
 from fxopt.capture.data_dependence.scalar_tensors import KnownScalars
 from fxopt.capture.fakes.call_cache import CallCache
@@ -33,7 +33,7 @@ from fxopt.capture.nodes.graph_writer import GraphWriter
 from fxopt.capture.nodes.size_nodes import SizeNodes
 from fxopt.capture.nodes.source_location import RUN_FORWARD, describe_location, is_model_code, is_own_code
 from fxopt.capture.patches.interception import patched_torch
-from fxopt.capture.recording.mode_switches import modes_left
+from fxopt.capture.recording.mode_switches import leave_open_modes
 from fxopt.capture.recording.placeholders import Placeholders
 from fxopt.capture.recording.random_state import reason
 from fxopt.capture.recording.recorder import Recorder
@@ -79,7 +79,7 @@ class ForwardRun:
         request, shape_env, known = self.request, self.shape_env, sys.exception()
         request.running.runs += 1
         recorder = self.recorder = self._recorder()
-        surroundings = ReachableState(request.model, request.layers, request.knows_keys)
+        surroundings = ReachableState(request.model, request.layers, request.reads_dict_keys)
         args, kwargs = self._fake_inputs()
         try:
             shape_env.location = recorder.writer.location
@@ -93,12 +93,12 @@ class ForwardRun:
             if reason is error:
                 raise
             if isinstance(error, LookupError) and recorder.decisions.running:
-                raise PlaceError(str(reason), *recorder.decisions.running, error) from error
+                raise LoopPositionError(str(reason), *recorder.decisions.running, error) from error
             raise reason from None if isinstance(reason, DataDependentBranch) else error
         finally:
             recorder.draws.take_back()
             changed_outside = surroundings.changed()
-            fakes_left = remove_fakes(request, from_caches_alone=True)
+            fakes_left = remove_fakes(request, only_clear_caches=True)
             request.running.left_fakes |= bool(fakes_left)
             # The caches of torch keep each ShapeEnv forever, so it must not refer to the model.
             self.fake_mode.make_alias = None
@@ -133,7 +133,7 @@ class ForwardRun:
             request.answers,
             self._example,
             request.raising,
-            request.knows_keys,
+            request.reads_dict_keys,
             request.by_state,
         )
         tensor_sizes = KnownScalars(writer, self.shape_env, request.moving)
@@ -219,7 +219,7 @@ class ForwardRun:
             enable_python_dispatcher(),
             patched_torch(recorder, model),
             recorder,
-            modes_left(),
+            leave_open_modes(),
         ):
             decimal.getcontext()  # its first call, which sympy may make, sets a context variable
             context = contextvars.copy_context()

@@ -35,8 +35,8 @@ _DEPTH = 2
 _Entry = tuple[Any, str, Callable[[], Any] | None]
 
 
-def remove_fakes(request: Request, from_caches_alone: bool = False) -> list[str]:
-    """Clear each `functools.lru_cache` with fakes; return the places of other fakes, removed unless `from_caches_alone`."""
+def remove_fakes(request: Request, only_clear_caches: bool = False) -> list[str]:
+    """Clear each `functools.lru_cache` with fakes; return the places of other fakes, removed unless `only_clear_caches`."""
     found = []
     seen: dict[int, Any] = {}  # keeps the values alive, so that no id is reused
     left: list[tuple[_Entry, int]] = [(entry, 0) for entry in _roots(request)]
@@ -44,7 +44,7 @@ def remove_fakes(request: Request, from_caches_alone: bool = False) -> list[str]
         (value, where, remove), depth = left.pop()
         if _is_fake(value) or (isinstance(value, tuple) and any(map(_is_fake, value))):
             found.append(where)
-            if remove is not None and not from_caches_alone:
+            if remove is not None and not only_clear_caches:
                 remove()
             continue
         if id(value) in seen or _is_foreign(value):

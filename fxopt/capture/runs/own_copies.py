@@ -24,7 +24,7 @@ from fxopt.torch_internals import REGISTRIES, buffers_of, storage_identity
 T = TypeVar("T")
 
 
-class Twin:
+class ComparisonCopy:
     """A copy of the model or its graph to run in a comparison; it shares only the parameters that are not `written`."""
 
     def __init__(self, module: torch.nn.Module, written: Written) -> None:
