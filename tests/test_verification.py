@@ -460,6 +460,34 @@ def test_what_knows_no_float64_is_run_in_its_own_dtype():
         assert [w.category for w in said] == wanted, [str(w.message) for w in said]
 
 
+class WithoutThousand(fxopt.Rewrite):
+    """Leaves out adding and subtracting 1000 in float32, and multiplies by a factor instead."""
+
+    preserves_computation = True
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def match(self, graph_module):
+        yield from graph_module.graph.find_nodes(op="call_function", target=operator.sub)
+
+    def apply(self, rewriter, node):
+        added = node.args[0]
+        converted = added.args[0]
+        scaled = rewriter.create("call_function", operator.mul, (converted.args[0], self.factor), before=node)
+        rewriter.replace_uses(node, scaled)
+        for each in (node, added, converted):
+            rewriter.erase(each)
+
+
+@pytest.mark.parametrize(("factor", "is_right"), [(1.0, True), (1.001, False)])
+def test_a_graph_that_names_float32_may_round_as_the_one_before(factor, is_right):
+    # The first graph rounds by 6e-5, and runs in float64 only if the named dtype becomes float64.
+    said = verified(WithoutThousand(factor), lambda m, x: (x.to(torch.float32) + 1000.0) - 1000.0, X)
+    assert isinstance(said, torch.fx.GraphModule) == is_right, said
+
+
+
 @dataclasses.dataclass
 class Held:
     value: torch.Tensor

@@ -531,3 +531,20 @@ def test_a_weight_that_was_computed_with_gradients_is_folded_and_comes_back(norm
     assert undo(traced).code == code
     assert [*traced.get_submodule("0").state_dict()] == [*layer.state_dict()]
     torch.testing.assert_close(traced(X), model(X))
+
+
+def test_constants_that_share_a_computation_with_arange_are_verified_on_its_values():
+    class Angles(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("frequencies", torch.rand(4))
+
+        def forward(self, x):
+            angles = torch.arange(4) * self.frequencies
+            return x * angles.cos() + x.flip(-1) * angles.sin()
+
+    traced = fxopt.trace(Angles(), (torch.randn(2, 4),))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxopt.VerificationWarning)
+        FoldConstants(freeze=True)(traced, verify=True)
+    assert not traced.graph.find_nodes(op="call_method", target="cos")
