@@ -700,3 +700,26 @@ def test_a_check_of_a_truth_value_has_metadata():
     traced = fxopt.trace(module(forward), (torch.randn(2, 3), torch.ones(3, dtype=torch.bool)))
     assert all(node.meta["val"] is not None for node in traced.graph.nodes if node.users)
     assert "int_1" in traced.code
+
+
+def test_a_search_for_the_path_of_an_einsum_fixes_no_size(monkeypatch):
+    class Paths:
+        """opt_einsum, as far as torch calls it: it compares sizes."""
+
+        @staticmethod
+        def contract_path(equation, *operands, optimize):
+            return [(0, 1) if operands[0].shape[0] == 2 else (1, 2), (0, 1)], None
+
+    class Three(nn.Module):
+        def forward(self, a, b, c):
+            return torch.einsum("bi,bj,bi->bij", a, b, c)
+
+    own = torch.backends.opt_einsum.m
+    for name, value in {"_opt_einsum": Paths, "is_available": lambda: True, "enabled": True}.items():
+        monkeypatch.setattr(own, name, value)
+    a, b = torch.randn(2, 3), torch.randn(2, 4)
+    batch = {0: Dim("batch")}
+    traced = fxopt.trace(Three(), (a, b, a), dynamic_shapes={"a": batch, "b": batch, "c": batch})
+    assert torch.backends.opt_einsum.enabled
+    a, b = torch.randn(5, 3), torch.randn(5, 4)
+    assert torch.allclose(traced(a, b, a), Three()(a, b, a))

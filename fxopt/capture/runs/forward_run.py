@@ -283,11 +283,17 @@ assert _run_forward.__name__ == RUN_FORWARD
 
 @contextlib.contextmanager
 def _process_state_kept() -> Iterator[None]:
-    """Restore the gradient mode and the default dtype after the block."""
+    """Restore the gradient mode and the default dtype after the block, in which `einsum` does not ask opt_einsum for a path.
+
+    opt_einsum compares sizes, which would fix free ones. The graph calls `einsum`, which asks opt_einsum in each run.
+    """
     grad_enabled, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    paths: Any = torch.backends.opt_einsum
+    searches, paths.enabled = paths.enabled, False
     try:
         yield
     finally:
+        paths.enabled = searches
         set_grad_enabled(grad_enabled)
         torch.set_default_dtype(dtype)
 
