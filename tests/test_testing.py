@@ -234,6 +234,14 @@ DAMAGES = {
 }
 
 
+def test_a_scripted_child_that_has_run_is_the_same():
+    layers = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh())))
+    traced = fxopt.trace(layers, (torch.randn(2, 4),))
+    before = copy.deepcopy(traced)
+    traced(torch.randn(2, 4))
+    assert assert_round_trip(before, traced) == 40
+
+
 @pytest.mark.parametrize("message", DAMAGES)
 def test_a_round_trip_that_is_not_exact_fails(message):
     before = fxopt.trace(Model().eval(), (X,))  # a deepcopy of a plain GraphModule loses non-persistence

@@ -487,7 +487,6 @@ def test_a_graph_that_names_float32_may_round_as_the_one_before(factor, is_right
     assert isinstance(said, torch.fx.GraphModule) == is_right, said
 
 
-
 @dataclasses.dataclass
 class Held:
     value: torch.Tensor
