@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
@@ -455,12 +456,33 @@ def _exported(body: GraphModule, inputs: tuple[Tensor, ...], convert: Callable[[
     specs = tuple(dict.fromkeys(dims, torch.export.Dim.AUTO) for dims in free)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        exported = torch.export.export(body, inputs, dynamic_shapes=specs, strict=False)
+        exported = torch.export.export(_masking_safely(body), inputs, dynamic_shapes=specs, strict=False)
         made = exported.graph.find_nodes(op="placeholder")[-len(inputs) :]
         sizes = (n.meta["val"].shape[dim] for n, dims in zip(made, free, strict=True) for dim in dims)
         if any(isinstance(size, int) for size in sizes):
             raise Unfit("torch.export fixes a size that is free")
         return convert(exported)
+
+
+def _masking_safely(body: GraphModule) -> GraphModule:
+    """Copy a body with calls of `_attention` in the place of `scaled_dot_product_attention`."""
+    made = Graph()
+    made.output(made.graph_copy(body.graph, {}))
+    for node in made.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
+        node.target = _attention
+    return GraphModule(body, made, "Body")
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """`scaled_dot_product_attention`, with 0 for a query whose keys are all masked, as torch computes; other engines give NaN."""
+    if attn_mask is None:
+        return F.scaled_dot_product_attention(query, key, value, None, *args, **kwargs)
+    is_bool = attn_mask.dtype is torch.bool
+    sees = (attn_mask if is_bool else attn_mask > -torch.inf).any(-1, keepdim=True)
+    mask = attn_mask | ~sees if is_bool else torch.where(sees, attn_mask, 0.0)
+    return torch.where(sees, F.scaled_dot_product_attention(query, key, value, mask, *args, **kwargs), 0.0)
 
 
 def _probe(body: GraphModule, inputs: tuple[Tensor, ...], run: Function) -> None:

@@ -228,6 +228,8 @@ _QUESTIONS = [
     )
 ]
 _LEVEL = attribute(forward_ad, "_current_level", PLAIN, lambda module: 0)
+_function_modes = private("torch.overrides._get_current_function_mode_stack", PLAIN, lambda: [None])
+_DeviceContext = private("torch.utils._device.DeviceContext", PLAIN, ())
 has_any_global_hook = private("torch.nn.modules.module._has_any_global_hook", PLAIN, lambda: True)
 
 
@@ -237,8 +239,9 @@ def cannot_tell() -> str:
 
 
 def is_transforming() -> bool:
-    """Tell whether torch traces, transforms or redirects the calls of this thread."""
-    return _LEVEL(forward_ad) >= 0 or any(ask() is not None for ask in _QUESTIONS)
+    """Tell whether torch traces, transforms or redirects the calls of this thread; a default device redirects nothing else."""
+    redirects = any(type(mode) is not _DeviceContext for mode in _function_modes())
+    return redirects or _LEVEL(forward_ad) >= 0 or any(ask() is not None for ask in _QUESTIONS)
 
 
 # --- kernels

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
@@ -184,8 +185,8 @@ class Writes(nn.Module):
         self.use = use
         self.register_buffer("count", torch.zeros(16))
 
-    def forward(self, x):
-        return self.use(self, x)
+    def forward(self, *inputs):
+        return self.use(self, *inputs)
 
 
 REFUSED = {
@@ -314,6 +315,24 @@ def test_large_integers_are_computed_by_torch():
         with pytest.warns(fxopt.FallbackWarning, match="computes integers in 32 bits"):
             assert torch.equal(fast(large), model(large))
     assert torch.equal(fast(torch.arange(4, 8)), model(torch.arange(4, 8)))
+
+
+@pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@torch.no_grad()
+def test_a_query_whose_keys_are_all_masked_gets_zeros(dtype, engine):
+    real(engine)
+
+    def attend(m, x, mask):
+        mask = mask if dtype is torch.bool else torch.zeros(4, 4).masked_fill(~mask, -torch.inf)
+        x = x.view(1, 1, 4, 16)
+        return F.scaled_dot_product_attention(x, x * 2, x + 1, mask) * 3
+
+    model, all_seen = Writes(attend).eval(), torch.ones(4, 4, dtype=torch.bool)
+    fast = fxopt.optimize(model, (X, all_seen), engine=engine)
+    assert fast.report[0].engine == engine, fast.report
+    for mask in (all_seen.tril(), all_seen.tril(-1), ~all_seen):
+        torch.testing.assert_close(fast(X, mask), model(X, mask))
 
 
 @torch.no_grad()

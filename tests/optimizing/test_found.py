@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.overrides import TorchFunctionMode
 from transformers import BatchEncoding, ProphetNetConfig, ProphetNetForConditionalGeneration
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -23,6 +24,7 @@ from fxopt.optimizing import prepare
 from fxopt.optimizing.dispatch import Graphs
 from fxopt.optimizing.lowering import Lowered
 from fxopt.testing import randomise
+from fxopt.torch_internals import is_transforming
 from tests.capture.test_generation import gpt2, llama
 from tests.capture.test_transformers import bert
 from tests.modules import module
@@ -517,7 +519,7 @@ def test_sizes_that_the_forward_fixes_are_not_captured_one_after_the_other():
     fast, reference = fast_of(steps)
     inputs = [torch.randn(rows, 8) for rows in range(2, 9)]
     with pytest.warns(
-        fxopt.FallbackWarning, match=r"holds for one size, which the forward fixes at .*found.py"
+        fxopt.FallbackWarning, match=r"is valid for one size only, which the forward fixes at .*found.py"
     ):
         torch.testing.assert_close([*map(fast, inputs)], [*map(reference, inputs)])
     assert [each.inputs for each in fast.report] == ["x: 4 x 8", "x: 3 x 8", "x: 2 x 8"]
@@ -537,7 +539,7 @@ def test_sizes_that_cannot_be_free_get_two_more_graphs_and_the_reason(monkeypatc
     inputs = [torch.randn(rows, 8) for rows in range(2, 9)]
     with pytest.warns(
         fxopt.FallbackWarning,
-        match=r"holds for one size, because with free sizes it cannot be captured: no such sizes",
+        match=r"is valid for one size only, because with free sizes it cannot be captured: no such sizes",
     ):
         torch.testing.assert_close([*map(fast, inputs)], [*map(reference, inputs)])
     assert [each.inputs for each in fast.report] == ["x: 4 x 8", "x: 3 x 8", "x: 2 x 8"]
@@ -662,6 +664,23 @@ def test_a_hook_that_steers_a_block_is_followed():
     fast = fxopt.optimize(model, tune=False)
     for state["alpha"] in (1.0, 3.0):
         assert torch.equal(fast(x), model(x))
+
+
+class Doubles(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        value = function(*args, **(kwargs or {}))
+        return value * 2 if function is torch.nn.functional.linear else value
+
+
+@torch.no_grad()
+def test_a_function_mode_sees_the_functions_of_the_model():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU()).eval(), torch.randn(8, 64)
+    fast = fxopt.optimize(model, (x,), tune=False)
+    assert fast.report[0].reason is None
+    with Doubles():
+        assert torch.equal(fast(x), model(x))
+    with torch.device("cpu"):  # a function mode, too, for which graphs run
+        assert not is_transforming()
 
 
 @torch.no_grad()
@@ -790,7 +809,7 @@ def test_a_graph_that_refuses_the_example_says_so():
         assert torch.equal(fast(x), model(x))
     (report,) = fast.report
     assert report.reason.startswith(
-        "its graph refuses these inputs: the forward decides on a value to leave out a part"
+        "its graph refuses these inputs: the forward decides on a value and skips a write"
     )
     assert report.reason.endswith("`if counts.sum() == 0:`.")
 

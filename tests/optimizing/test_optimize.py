@@ -174,7 +174,7 @@ def test_kinds_of_inputs_that_take_turns_do_not_capture_for_ever():
 def test_a_number_that_varies_is_said_to_be_the_cause():
     model, x = powers(), torch.randn(2, 8)
     fast = fxopt.optimize(model)
-    with pytest.warns(UserWarning, match="'power' is another one from call to call") as warned:
+    with pytest.warns(UserWarning, match="'power' differs from call to call: pass it as a tensor") as warned:
         found = [fast(x, power) for power in range(9)]
     assert len(warned) == 1
     for power, value in enumerate(found):

@@ -102,7 +102,9 @@ def test_prefill_and_decoding_hold_each_weight_once(tmp_path):
 def test_other_inputs_are_one_clear_error(image, tmp_path):
     x = torch.randn(2, 3, 8, 8)
     loaded = reloaded(fxopt.optimize(image, (x,), tune=False), tmp_path)
-    with pytest.raises(fxopt.GuardError, match=r"none of the 1 saved graphs.*dimension.*save that again"):
+    with pytest.raises(
+        fxopt.GuardError, match=r"none of the 1 saved graphs.*dimension.*save this module again"
+    ):
         loaded(x[:, :, 1:])
     with pytest.raises(fxopt.GuardError, match=r"for inputs given 1 by position"):
         loaded(x, scale=x)

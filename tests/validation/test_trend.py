@@ -82,6 +82,15 @@ def test_a_slowdown_counts_after_some_nights(factor, runs, found):
         assert table.loc[0, "since"] == f"{NIGHTS - runs:02d}"
 
 
+@pytest.mark.parametrize(("first", "outlier"), [(8, -1), (7, 3), (4, -1)])
+def test_the_first_slow_night_is_named(first, outlier):
+    """Also if the medians before and since would differ more with a slow night among those before."""
+    ratio = lambda case, night: 2.2 if night == outlier else 1.17 if night >= first else 0.9  # noqa: E731
+    table = trend.latencies(nights(ratio, cases=40, noise=0.005))
+    assert set(table["since"]) == {f"{first:02d}"}
+    assert len(table) == 40
+
+
 def test_a_speed_up_is_no_slowdown():
     table = trend.latencies(nights(lambda case, night: 0.6 if case == 3 and night >= 8 else 0.9))
     assert table["id"].tolist() == ["case-003"]

@@ -102,7 +102,7 @@ def _spread(values: np.ndarray) -> float:
 def _change(group: pd.DataFrame, spread: float) -> tuple[Any, ...] | None:
     """The first run with another latency of one case, and the medians before and since; None if there is no change."""
     values, low, high = (group[name].to_numpy(float) for name in ("value", "low", "high"))
-    best: tuple[Any, ...] | None = None
+    best, least_error = None, math.inf
     for at in range(FEWEST_BEFORE, len(values) - min(MARGINS) + 1):
         margin = MARGINS[max(number for number in MARGINS if number <= len(values) - at)]
         was, now = float(np.median(values[:at])), float(np.median(values[at:]))
@@ -110,6 +110,8 @@ def _change(group: pd.DataFrame, spread: float) -> tuple[Any, ...] | None:
         least = max(math.log1p(margin), SIGMAS * spread * math.sqrt(1 / at + 1 / (len(values) - at)))
         slower = low[at:].min() > np.quantile(high[:at], 0.8) and math.log(now / was) > least
         faster = high[at:].max() < np.quantile(low[:at], 0.2) and math.log(was / now) > least
-        if (slower or faster) and (best is None or abs(change) > abs(best[-1])):
-            best = group["run"].iloc[at], was, now, change
+        # The split that fits best: one night too late moves the medians little, but leaves that night far from its median.
+        error = float(np.abs(np.log(values / np.where(np.arange(len(values)) < at, was, now))).sum())
+        if (slower or faster) and error < least_error:
+            best, least_error = (group["run"].iloc[at], was, now, change), error
     return best
