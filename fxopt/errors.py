@@ -40,7 +40,7 @@ class UndoError(PassError):
     """A rewrite cannot be undone exactly, for example because its record is gone."""
 
 
-FIRST_CALL = ". Where only the first call does so, call the model once before the capture"
+FIRST_CALL = ". If only the first call does so, call the model once before the capture"
 """Advice in the text of a TraceError about state that a model may set up at its first call."""
 
 

@@ -120,7 +120,7 @@ class ForgetsTheBias(FuseBiasInLinear):
 
 def test_parts_are_verified():
     traced = fxopt.trace(randomise(Head()), (torch.randn(2, 4),))
-    with pytest.warns(VerificationWarning, match=r"took back its rewrite of .*: q differs by"):
+    with pytest.warns(VerificationWarning, match=r"rolled back its rewrite of .*: q differs by"):
         compose(ChangeTrueDivToMulByInverse(), ForgetsTheBias())(traced, verify=True)
     assert [step.name for step in history(traced)] == ["ChangeTrueDivToMulByInverse()"]
 
@@ -134,7 +134,7 @@ def test_a_part_is_explained_behind_those_before_it():
 def test_a_composition_without_its_record_is_an_error():
     pipeline = compose(MergeLinears(), FuseBiasInLinear())
     lost = torch.fx.symbolic_trace(pipeline(torch.fx.symbolic_trace(Head())))
-    with pytest.raises(UndoError, match="the record of how is gone"):
+    with pytest.raises(UndoError, match="the record of its changes is gone"):
         pipeline(lost, reverse=True)
 
 

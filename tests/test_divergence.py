@@ -1,4 +1,4 @@
-"""The first node that parts is named: in planted wrong passes, in what real passes made, and not where all is right."""
+"""The first node that diverges is named: in planted wrong passes, in what real passes made, and not where all is right."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_a_layer_that_stands_for_a_fold_is_held_against_what_was_folded() -> Non
 
 def test_an_assertion_about_a_model_says_where() -> None:
     model, _, after = layers(*PASSES, ForgetsBias(of=("last",)))
-    with pytest.raises(AssertionError, match=r"it first parts at node pad_1 \(module last, .*ForgetsBias"):
+    with pytest.raises(AssertionError, match=r"it first diverges at node pad_1 \(module last, .*ForgetsBias"):
         assert_equivalent(model, after, [x(5, 6).double()])
 
 
@@ -178,7 +178,7 @@ def test_an_assertion_about_a_wrong_capture_says_where() -> None:
     (node,) = graph.graph.find_nodes(op="call_function", target=operator.mul)
     node.target = operator.add
     graph.recompile()
-    with pytest.raises(AssertionError, match=r"they part at node '%mul .*test_divergence.py"):
+    with pytest.raises(AssertionError, match=r"they diverge at node '%mul .*test_divergence.py"):
         assert_equivalent(model, graph, [x(5, 6).double()])
 
 

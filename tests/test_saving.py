@@ -470,7 +470,9 @@ def test_a_log_that_is_no_data_is_left_out_and_undo_says_so(tmp_path):
     made = reloaded(gm, tmp_path)
     assert fxopt.history(made) == fxopt.history(gm)
     for undo in (fxopt.undo, lambda made: WithoutData()(made, reverse=True)):
-        with pytest.raises(fxopt.UndoError, match="could not be pickled, or saved, together with"):
+        with pytest.raises(
+            fxopt.UndoError, match="its changes could not be pickled, or saved, together with"
+        ):
             undo(made)
     assert_round_trip(before, fxopt.undo(gm))
 

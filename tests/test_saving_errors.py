@@ -415,7 +415,7 @@ EDITS = {
     "size": (weight(shape=[4, 5]), "out of bounds"),
     "dtype": (weight(dtype="torch.float64"), "dense.weight is torch.float32, not torch.float64"),
     "entry": (weight(entry="gone"), "KeyError: 'gone'"),
-    "device": (weight(device="nowhere:0"), "'nowhere:0', which is not to be had here"),
+    "device": (weight(device="nowhere:0"), "'nowhere:0', which is not available here"),
     "class name": (root(name=CODE), 'the name "__import__'),
     "no nodes": (lambda d: d["modules"][0].pop("nodes"), "KeyError: 'nodes'"),
     "no weights": (lambda d: d.pop("weights"), "is missing"),
@@ -778,7 +778,7 @@ def test_a_device_that_is_not_there_is_named(folder):
     change(folder, lambda d: d["tensors"]["dense.weight"].update(device="cuda:99"))
     with pytest.raises(
         fxopt.LoadError,
-        match=r"dense.weight is to go to 'cuda:99', which is not to be had here.* device=\"cpu\"",
+        match=r"dense.weight cannot be moved to 'cuda:99', which is not available here.* device=\"cpu\"",
     ):
         fxopt.load(folder)
     assert fxopt.load(folder, device="cpu")(X).shape == (3, 4)

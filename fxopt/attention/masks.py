@@ -62,7 +62,7 @@ class MaskReader:
         least, device = self._least_in(node), graph.value_of(step).device.type
         unless = None
         if least <= _smallest_finite(device):
-            unless = f"{node.name} may hold -inf: a row of it is NaN, and would be zeros"
+            unless = f"{node.name} may hold -inf: a row of -inf gives NaN, but zeros if fused"
             if device != "cpu":
                 unless = f"{node.name} may hold {_LEAST_ELSEWHERE:.1e} or less: kernels of {device} give zeros for a row of it"
         elif least <= _LOSING_GRADIENTS and self._index.graph_module.training:
@@ -80,10 +80,10 @@ class MaskReader:
                 raise Obstacle(f"{fill.name}, which masks, is not known to be one small number")
             number = computed_constant(self._index.graph_module, fill, {}).item()
         if type(number) not in (int, float) or not number <= _SMALLEST:
-            raise Obstacle(f"masked scores are {number}, beside which a score may count")
-        unless = "in a row that is masked entirely, scores would have gradients that they do not have"
+            raise Obstacle(f"masked scores are {number}, which is too large to hide a score")
+        unless = "in a row that is masked entirely, scores would get gradients, which they do not have now"
         if number == -math.inf:
-            unless = "masked scores are -inf: a row that is masked entirely is NaN, and would be zeros"
+            unless = "masked scores are -inf: a row that is masked entirely gives NaN, but zeros if fused"
         finite = number > _smallest_finite(graph.value_of(step).device.type)
         return Mask(node, step, fill, where, unless, number, finite)
 
@@ -96,9 +96,9 @@ class MaskReader:
             no_matter = self._inference and masks[0].finite
             reasons = [] if no_matter or (reasons and self._leaves_keys(masks[0])) else reasons
         elif _may_overflow(masks) and not any(map(self._leaves_keys, masks)):
-            reasons.append("its masks may add up to -inf: a row of it is NaN, and would be zeros")
+            reasons.append("its masks may add up to -inf: a row of -inf gives NaN, but zeros if fused")
         if reasons and not self._each_row_has_a_key:
-            raise Obstacle(f"{reasons[0]}. Where there is no such row, give each_row_has_a_key=True")
+            raise Obstacle(f"{reasons[0]}. If no row is masked entirely, pass each_row_has_a_key=True")
 
     def _leaves_keys(self, mask: Mask) -> bool:
         """Tell whether a mask is a constant with a key in each row, such as that of causal attention."""

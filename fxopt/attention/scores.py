@@ -82,7 +82,7 @@ class ScoreReader:
                 raise Obstacle(f"{step.name} takes nothing but the shape of the scores")
         elif name != "identity":
             if scores.normalised:
-                raise Obstacle(f"{step.name} stands between the softmax and the values")
+                raise Obstacle(f"{step.name} is between the softmax and the values")
             self._read_change(scores, name, source, step)
 
     def _softmax_dimension(self, step: Node) -> Any:
@@ -108,4 +108,4 @@ class ScoreReader:
         elif name == "where" and len(args) == 3 and args[0] is not source and len(others) == 2 and nodes:
             scores.masks.append(self._masks.filled(nodes[0], step, source, others[1], args[2] is source))
         else:
-            raise Obstacle(f"{step.name} stands between the product of queries and keys and the softmax")
+            raise Obstacle(f"{step.name} is between the product of queries and keys and the softmax")

@@ -100,8 +100,8 @@ def trace_method(
     check()
     if peek_interpreter_stack() is not None:
         raise TraceError(
-            "fxopt captures inside a transform of torch.func (vmap, grad, jvp), where tensors stand for others. Capture "
-            "outside of it, and apply the transform to the captured module."
+            "a capture inside a transform of torch.func (vmap, grad, jvp) is not possible, because the transform wraps tensors. "
+            "Capture outside of it, and apply the transform to the captured module."
         )
     model = original(model)
     check_model(model)
@@ -111,7 +111,7 @@ def trace_method(
     taken = [name for name in held if hasattr(own, name)]
     if taken:
         raise TraceError(
-            f"{type(model).__name__} has {taken} where a torch.fx.GraphModule has something of its own; rename it."
+            f"the names {taken} of {type(model).__name__} clash with attributes of torch.fx.GraphModule; rename them."
         )
     known = sys.exception()
     inputs = _bind_inputs(model, method or "forward", args, kwargs or {})
@@ -123,8 +123,8 @@ def trace_method(
             raise
         except RecursionError as error:
             raise TraceError(
-                f"an input or output of {type(model).__name__} holds itself, as a list does after `l.append(l)`, which a graph "
-                "cannot describe: leave out the part that leads back."
+                f"an input or output of {type(model).__name__} contains itself, as a list does after `l.append(l)`, which a graph "
+                "cannot describe. Remove the reference that leads back."
             ) from error
         except Exception as error:
             raise_of_signal(error, known)

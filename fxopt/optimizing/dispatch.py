@@ -52,8 +52,8 @@ _LAUNCHING = ("cuda",)  # devices that still compute when a call returns
 
 _OWN_KERNELS = "an input is a tensor of another class or layout, such as a nested or sparse one, which graphs do not take"
 _CHANGED = "the model was changed while its graph was made"
-_NOT_ASSIGNED = "the forward no longer assigns what it assigned before; perhaps it keeps that value"
-_WAITING = "it gets a graph when its calls since a change have taken as long as making a graph"
+_NOT_ASSIGNED = "the forward no longer assigns an attribute that it assigned earlier, perhaps a cache"
+_WAITING = "it gets a new graph once calls since the last change have taken as long as making one"
 _ALL = weakref.WeakSet["Graphs"]()
 
 
@@ -411,7 +411,7 @@ class Graphs:
         """Note what the caller asked for and the graph does not do: free sizes, the precision, the engine."""
         if report.fixed:
             structure.failures.append(
-                f"each graph for its inputs holds for one size, {report.fixed}: pad the inputs to a few sizes, and optimize the model once "
+                f"each graph for its inputs is valid for one size only, {report.fixed}. Pad the inputs to a few sizes, and optimize the model once "
                 "for each"
             )
         engine = self.options.engine
@@ -424,7 +424,7 @@ class Graphs:
             if type(value) in (int, float):
                 seen = cache.numbers.setdefault((call.inputs.method, name), set())
                 if len(seen | {value}) > _MOST_NUMBERS:
-                    reason = f"the number {name!r} is another one from call to call: give it as a tensor"
+                    reason = f"the number {name!r} differs from call to call: pass it as a tensor"
                     self._warn(call.inputs, reason)
                     return True
                 seen.add(value)
@@ -458,8 +458,8 @@ class Graphs:
         dropped = graphs[: -self.options.max_graphs]
         for graph in dropped:
             graph.structure.failures.append(
-                f"graphs for its inputs were dropped to make others: more than {self.options.max_graphs} kinds of inputs are in "
-                "use, so give optimize a larger max_graphs"
+                f"graphs for its inputs were dropped for newer ones, because more than {self.options.max_graphs} kinds of inputs are in "
+                "use: pass a larger max_graphs to optimize"
             )
         for cache in self.caches:
             cache.graphs = tuple(graph for graph in cache.graphs if graph not in dropped)

@@ -69,7 +69,7 @@ ROUNDINGS, MOST_ERROR_SEEN = 4, SOMETHING_ELSE / 2
 MOST_LUCK = 100  # the largest ratio of two rounding errors of the same values
 LEAST_SPEEDUP = 0.98  # a slower graph is not used; closer to 1, timings do not tell the two apart
 MOST_TIMINGS = 4  # a graph is slower only if so many timings say so
-LATER = ". Where only the first call does so, a later call gets a graph"
+LATER = ". If only the first call does so, a later call gets a graph"
 _PASSES = {"bfloat16": ChangePrecision.__name__, "int8": QuantizeLinears.__name__}
 
 
@@ -363,8 +363,8 @@ def _judge(
     facts["error"] = mine / max(theirs, torch.finfo(torch.float32).eps)
     if SOMETHING_ELSE < theirs < float("inf"):
         raise Unused(
-            "its graph in float64 computes something else than the model, whose outputs may jump with rounding, as where it takes "
-            "the largest of nearly equal numbers"
+            "its graph in float64 computes something else than the model. Perhaps rounding makes the outputs jump, for example if the "
+            "forward selects the largest of nearly equal numbers"
         )
     if least is None:
         if not _is_rounding(mine, min(theirs, MOST_ROUNDING)):
@@ -389,8 +389,8 @@ def _check_captured(exact: Any, own: Any, traced: TracedModule, trial: Trial) ->
         found = trial.run(traced)
         if unlike(own, found) or theirs > MOST_LUCK * norm_error(exact, found):
             raise Unused(
-                "its graph computes something else than the model, as where the forward asks torch.compiler.is_compiling(): for "
-                "nn.TransformerEncoder, give it enable_nested_tensor=False"
+                "its graph computes something else than the model, perhaps because the forward calls torch.compiler.is_compiling(). "
+                "Make an nn.TransformerEncoder with enable_nested_tensor=False"
             )
 
 

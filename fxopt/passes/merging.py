@@ -99,7 +99,7 @@ def _groups(index: GraphIndex, value: Node, calls: list[Node]) -> Iterator[Layer
     alone = "no layer that it can be merged with: the others on the same input differ in dtype, device, gradients, training flag or options, or cannot be merged"
     write = index.memory.write_between(calls[0], calls[-1], value)
     if write:
-        alone = f"a write or side effect stands between it and the others on the same input: {write}"
+        alone = f"a write or side effect is between it and the others on the same input: {write}"
     for run in index.memory.runs(calls, value):
         if len(run) > 1:
             yield LayerGroup(run[0], tuple(run), value, frozenset(filter(index.memory.is_returned, run)))

@@ -139,8 +139,8 @@ def check_log(pass_: Any, snapshot: Snapshot, log: Sequence[Edit]) -> None:
     unlogged_change = snapshot.unlogged_change(log)
     if unlogged_change:
         raise PassError(
-            f"apply of {pass_!r} changed {unlogged_change} without its rewriter, so that undo could not take this back. Nothing of the "
-            "pass was kept. Use the methods of the rewriter, such as set, erase and replace_module; in a Pattern, change a copy"
+            f"apply of {pass_!r} changed {unlogged_change} without its rewriter, so the change could not be undone. The pass was "
+            "rolled back. Use the methods of the rewriter, such as set, erase and replace_module; in a Pattern, change a copy"
         )
 
 

@@ -270,7 +270,7 @@ class NodesByName(dict[str, Node]):
 
     def __missing__(self, name: str) -> Node:
         raise UndoError(
-            f"nodes that it made are gone from the graph ({name}). Undo it before dead code elimination, and "
+            f"the graph no longer has nodes that the pass made ({name}). Undo the pass before dead code elimination, and "
             "before pickling a graph that was edited by hand"
         )
 

@@ -90,7 +90,7 @@ def undo(graph_module: GraphModule, steps: int = 1) -> GraphModule:
     if steps > len(applied_steps):
         nothing = "" if applied_steps else "there is nothing to undo: "
         raise UndoError(
-            f"{nothing}steps is {steps}, but {len(applied_steps)} are recorded: a pass that finds no site is not, and delete_all_unused_submodules, "
+            f"{nothing}steps is {steps}, but {len(applied_steps)} are recorded: a pass that finds no site is not recorded, and delete_all_unused_submodules, "
             "copy.copy, retracing and GraphModule(module, graph) lose the record, which is a child module"
         )
     return finished(
@@ -129,7 +129,7 @@ def applied(graph_module: GraphModule, pipeline: Transformation) -> Iterator[Gra
     plain = [part for part in leaves(pipeline) if not part.reversible]
     if plain:
         raise UndoError(
-            f"{', '.join(map(repr, plain))} cannot be undone, so the graph module was left alone: apply it to a "
+            f"{', '.join(map(repr, plain))} cannot be undone, so nothing was applied. Apply the pipeline to a "
             "copy.deepcopy of the graph module instead"
         )
     earlier = history(graph_module)
@@ -149,6 +149,6 @@ def applied(graph_module: GraphModule, pipeline: Transformation) -> Iterator[Gra
             undo(graph_module, len(own))
         elif own and now != earlier:
             raise UndoError(
-                f"{pipeline!r} cannot be undone, because the block applied or undid something else and left it "
-                f"so. Undo it in the block. Now {now}"
+                f"{pipeline!r} cannot be undone, because the block applied or undid something else. "
+                f"Reverse this in the block. The history is now: {now}"
             )

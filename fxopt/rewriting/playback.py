@@ -98,7 +98,7 @@ def _restore(graph_module: GraphModule, edit: Swapped) -> set[str]:
     for path, left in edit.left.items():
         if left is None and now[path] is not None:
             raise UndoError(
-                f"other modules stand at {path} now, a name that the pass had freed. Give them other names first"
+                f"other modules now use the name {path}, which the pass had freed. Rename them first"
             )
         if left is not None and not left.fits(now[path]):
             raise _changed(path)

@@ -120,7 +120,7 @@ class Rewrite(Transformation, Generic[S]):
             attempt.check(graph_module)
             if self.reversible and (names := attempt.snapshot.broken_ties()):
                 raise PassError(
-                    f"apply of {self!r} parts {' and '.join(names)}, which are one tensor: give all of them one new tensor, "
+                    f"apply of {self!r} unties {' and '.join(names)}, which were one tensor: replace all of them by one new tensor, "
                     "or refuse layers with shared weights, as GraphIndex.obstacle does"
                 )
             marked = [node for node in dict.fromkeys(nodes) if not is_erased(node)]
@@ -161,8 +161,8 @@ class Rewrite(Transformation, Generic[S]):
                         break
             else:
                 raise PassError(
-                    f"{self!r} does not come to an end: it still matches after {limit} rounds; match must not yield "
-                    "what apply made, and a Pattern has to refuse it in `refuses`"
+                    f"{self!r} does not terminate: it still matches after {limit} rounds. match must not yield nodes "
+                    "that apply made; a Pattern has to refuse them in `refuses`"
                 )
         check_log(self, snapshot, rewriter.log)
         verifier.report()
@@ -186,7 +186,7 @@ class Rewrite(Transformation, Generic[S]):
         if reason:
             before.roll_back()
             del rewriter.log[start:]
-            warn(f"{self!r} took back its rewrite of {row.place}: {reason}", VerificationWarning)
+            warn(f"{self!r} rolled back its rewrite of {row.place}: {reason}", VerificationWarning)
         return nodes, reason
 
 
@@ -216,7 +216,7 @@ class ReversibleRewrite(Rewrite[S], ReversibleTransformation):
     def _reversed(self, graph_module: GraphModule) -> Applied:
         if not self.reversible:
             raise UndoError(
-                f"{self!r} cannot be undone: it keeps no copy of the weights: make it with reversible=True"
+                f"{self!r} cannot be undone, because it keeps no copy of the weights. Make it with reversible=True"
             )
         own = undoing.own_steps(self, graph_module)
         if not own:

@@ -366,8 +366,8 @@ def refuse_writes(pass_: Any, snapshot: Snapshot) -> Writes:
 
     def refuse(name: str, tensor: Tensor) -> None:
         raise PassError(
-            f"apply of {pass_!r} writes into {name}, which undo could not take back, and which the model may share. Change a "
-            "copy of the module, and give the copy to rewriter.replace_module"
+            f"apply of {pass_!r} writes into {name}: undo could not restore it, and the model may share it. Change a "
+            "copy of the module, and pass the copy to rewriter.replace_module"
         )
 
     return Writes(snapshot, refuse)

@@ -129,7 +129,7 @@ class Transformation(abc.ABC):
                 reason = verifier.difference(edits, attempt.snapshot, made)
             if reason:
                 attempt.roll_back()
-                warn(f"{self!r} was taken back: {reason}", VerificationWarning)
+                warn(f"{self!r} was rolled back: {reason}", VerificationWarning)
                 return graph_module, lambda: None
             verifier.report()
             attempt.note(result, [as_data(edit, keep=False) for edit in edits])

@@ -32,7 +32,7 @@ def own_steps(pass_: Any, graph_module: GraphModule) -> list[Step]:
     for step in steps:
         if step.transformation is pass_ and step.signature != signature:
             raise UndoError(
-                f"{pass_!r} was {step.name} when it was applied: undo it with these options, or with fxopt.undo"
+                f"{pass_!r} was applied with other options, as {step.name}: undo it with those options, or with fxopt.undo"
             )
     return [step for step in steps if step.signature == signature]
 
@@ -44,8 +44,8 @@ def check_no_trace(pass_: Any, graph_module: GraphModule) -> None:
     if not left:
         return
     why = (
-        "the record of how is gone. It is a child module of the graph module, which delete_all_unused_submodules, "
-        "copy.copy, retracing and GraphModule(module, graph) lose; undo the pass before these"
+        "the record of its changes is gone. The record is a child module of the graph module; delete_all_unused_submodules, "
+        "copy.copy, retracing and GraphModule(module, graph) lose it. Undo the pass before these"
     )
     for step in steps_of(graph_module):
         if pass_.signature in {part.signature for part in step.parts}:
@@ -75,15 +75,15 @@ def undo_steps(graph_module: GraphModule, chosen: Sequence[Step]) -> Applied:
 def _undone(graph_module: GraphModule, step: Step, chosen: Collection[str]) -> Applied:
     if not step.reversible:
         raise UndoError(
-            f"{step.name} cannot be undone, nor what was applied before it in this way. A transformation whose "
-            "places are as it left them can still be undone by itself: transformation(gm, reverse=True)"
+            f"{step.name} cannot be undone, so earlier steps cannot be undone in order. A transformation whose "
+            "nodes are as it left them can still be undone separately: transformation(gm, reverse=True)"
         )
     same = [other for other in steps_of(graph_module) if other.signature == step.signature]
     if not step.by_hand or (len(same) > 1 and step.logged):
         return _played_back(graph_module, step)
     if not {other.key for other in same} <= {*chosen}:
         raise UndoError(
-            f"{step.name} was applied {len(same)} times, and its reverse() undoes them together: undo as many"
+            f"{step.name} was applied {len(same)} times, and its reverse() undoes all of these together: undo all of them"
         )
     return reverse_by_hand(step.load(), graph_module, same)
 
@@ -97,8 +97,8 @@ def _played_back(graph_module: GraphModule, step: Step) -> Applied:
     try:
         if step.edits is None:
             raise UndoError(
-                "what it did could not be pickled, or saved, together with the graph module. If that is a class or function of "
-                "yours, give it in `trusted`, for save and for load"
+                "its changes could not be pickled, or saved, together with the graph module. If they contain a class or function "
+                "of yours, pass it in `trusted` to save and to load"
             )
         play_back(graph_module, step.edits, orders)
         if is_as_left and fingerprint(graph_module) != step.before:
@@ -161,7 +161,7 @@ def _check_order(undone: Sequence[Step], steps: Sequence[Step]) -> None:
             names = dict.fromkeys(other.name for other in reversed(later) if _meet(step, other))
             if names:
                 raise UndoError(
-                    f"{step.name} cannot be undone yet: the same place was rewritten since. "
+                    f"{step.name} cannot be undone yet: a later pass rewrote the same site. "
                     f"Undo {', then '.join(names)} first"
                 )
 
@@ -190,9 +190,7 @@ def _check_exact(
         raise UndoError(f"{pass_!r} cannot be undone: {_INEXACT} by {type(pass_).__name__}.reverse{where}")
 
 
-_INEXACT = (
-    "the graph module that comes out is not the one that it was applied to: more was changed than is undone"
-)
+_INEXACT = "the result differs from the graph module before the pass, because some changes are not undone"
 
 
 def _unmark(graph_module: GraphModule, undone: Sequence[Step], standing: Sequence[Step]) -> None:

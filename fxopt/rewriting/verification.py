@@ -205,7 +205,7 @@ class Verifier:
                 return self._differs_on(piece, own_numbers)
             if numbers.integers in (ANY_SIGN, FAR) and stopped.name not in piece.around:
                 raise  # perhaps the node uses the integers as indices
-            return f"{stopped.name} does not run any more: {stopped.reason}"
+            return f"{stopped.name} no longer runs: {stopped.reason}"
         labels = [*(now for _, now in piece.outputs), *(read.new for read in piece.reads)]
         for label, expected, actual in zip(labels, truth, result, strict=True):
             try:

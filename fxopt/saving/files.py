@@ -89,7 +89,7 @@ _AGAIN = "Copy the folder again, or save again."
 def _tensors(path: Path, document: Mapping[str, Any]) -> dict[str, Tensor]:
     with _explained(path):
         if _digest(path) != document["weights"]:
-            raise LoadError(f"{path} was changed since it was saved: its digest is another. {_AGAIN}")
+            raise LoadError(f"{path} was changed since it was saved: its digest differs. {_AGAIN}")
         with safe_open(path, "pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
@@ -105,7 +105,7 @@ def _document(folder: Path) -> dict[str, Any]:
                 "the version that wrote it, or capture and save again."
             )
         if seal != _seal(document):
-            raise LoadError(f"{path} was changed since it was saved: its digest is another. {_AGAIN}")
+            raise LoadError(f"{path} was changed since it was saved: its digest differs. {_AGAIN}")
         return document
 
 

@@ -134,8 +134,8 @@ def _with_graphs(module: nn.Module) -> GraphModule | GraphSet:
     made = graphs.made()
     if not made:
         raise SaveError(
-            "this module of fxopt.optimize has no graph to save: call it before, under torch.no_grad(), with each kind of "
-            "inputs that it is to take. print(module.report) says why there is none where it was called."
+            "this module of fxopt.optimize has no graph to save: call it first, under torch.no_grad(), with each kind of "
+            "inputs that it must accept. If you did call it, print(module.report) says why there is no graph."
         )
     return GraphSet(made, bool(graphs.options.tune))
 

@@ -46,8 +46,8 @@ class GraphSet(nn.Module):
         given = f"they are for inputs given {count} by position and {list(names)} by name"
         raise GuardError(
             f"none of the {len(self.graphs)} saved graphs takes these inputs: {'; '.join(dict.fromkeys(reasons)) or given}. "
-            "The model itself would, but it is not saved: call what fxopt.optimize made of it with such inputs, and save "
-            "that again."
+            "The eager model would, but it is not saved: call the module of fxopt.optimize with such inputs, and save "
+            "this module again."
         )
 
     def choose_kernels(self) -> None:

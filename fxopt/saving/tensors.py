@@ -101,7 +101,7 @@ def restored(
             tensor = moved[entry] = moved[entry] if entry in moved else entries[entry].clone().to(place)
         except (RuntimeError, AssertionError) as error:
             raise Refused(
-                f"{key} is to go to '{place}', which is not to be had here ({error}). Say where the tensors go, such as "
+                f"{key} cannot be moved to '{place}', which is not available here ({error}). Pass another device, such as "
                 'device="cpu"'
             ) from None
         if facts["dtype"].startswith("torch.complex"):

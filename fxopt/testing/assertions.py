@@ -137,7 +137,7 @@ def first_divergence(
         >>> found.node, found.module
         ('_0', '0')
         >>> print(found)
-        in float64, it first parts at node _0 (module 0): ... of its largest value off, where ... is right
+        in float64, it first diverges at node _0 (module 0): off by ... of its largest value; the limit is ...
     """
     wide = float64[0] if float64 else None
     oracle = Oracle(before, args, kwargs, float64=wide, captured=before if input_guard(before) else None)

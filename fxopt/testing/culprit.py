@@ -84,7 +84,7 @@ def find_culprit(
         >>> layers = [torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 4)]
         >>> graph = torch.fx.symbolic_trace(randomise(torch.nn.Sequential(*layers)))
         >>> print(find_culprit(Oracle(graph, [torch.randn(2, 4)]), graph, [MergeLinears(), ReplaceActivation()]))
-        ReplaceActivation(source='gelu', target='gelu_tanh') is wrong, at 1 of its 1 sites (_1); in float64, it first parts ...
+        ReplaceActivation(source='gelu', target='gelu_tanh') is wrong, at 1 of its 1 sites (_1); in float64, it first diverges ...
     """
     graphs = [graph] if float64 is None else [graph, float64]
 

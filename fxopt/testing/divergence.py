@@ -55,7 +55,7 @@ class Divergence:
         run += f"with {self.call}, " if self.call != GIVEN else ""
         module, step = self.module and f"module {self.module}", self.step and f"touched by {self.step}"
         place = ", ".join(filter(None, [module, self.source, step]))
-        text = f"{run}it first parts at node {self.node}{f' ({place})' if place else ''}: {self.fault}"
+        text = f"{run}it first diverges at node {self.node}{f' ({place})' if place else ''}: {self.fault}"
         return text if self.was == self.now else f"{text}; it was `{self.was}` and is `{self.now}`"
 
 
@@ -135,7 +135,7 @@ def _fault(
         limit, error = limit_of(_error(truth, rounded)), _error(truth, value)
     except Unlike as unlike:
         return str(unlike), math.inf, 0.0
-    text = f"{error:.3g} of its largest value off, where {limit:.3g} is right"
+    text = f"off by {error:.3g} of its largest value; the limit is {limit:.3g}"
     return "" if error <= limit else text, error, limit
 
 

@@ -190,7 +190,7 @@ class Oracle:
                 place = place_of_divergence(
                     graph, reference, layers, lambda run, call=call: run_call(run, call)
                 )
-                return f"they part at {place}"
+                return f"they diverge at {place}"
         return ""
 
     def observe(self, candidate: nn.Module) -> list[Observation]:

@@ -134,7 +134,7 @@ def test_a_model_of_layers_of_torch_alone_has_no_line():
 def test_a_child_whose_name_a_graph_module_needs():
     model = nn.Sequential()
     model.add_module("graph", nn.Linear(4, 4))
-    with pytest.raises(fxopt.TraceError, match=r"has \['graph'\] where .* rename it"):
+    with pytest.raises(fxopt.TraceError, match=r"names \['graph'\] of .* clash with .* rename them"):
         fxopt.trace(model, (X,))
 
 
@@ -228,7 +228,7 @@ def test_an_input_that_is_no_name_is_an_error(name):
         def forward(self, **inputs):
             return inputs[name] * 2
 
-    with pytest.raises(fxopt.TraceError, match=f"the input '{name}' has a name that is no name in Python"):
+    with pytest.raises(fxopt.TraceError, match=f"the input '{name}' has a name that is not valid in Python"):
         fxopt.trace(Takes(), (), {name: X})
 
 
@@ -237,7 +237,7 @@ def test_an_input_with_the_name_of_another_is_an_error():
         def forward(self, *inputs, **named):
             return inputs[0] * named["inputs"]
 
-    with pytest.raises(fxopt.TraceError, match="the input 'inputs' has a name .* that of another input"):
+    with pytest.raises(fxopt.TraceError, match="the input 'inputs' has a name .* that another input has"):
         fxopt.trace(Takes(), (X,), {"inputs": X})
 
 
@@ -299,7 +299,7 @@ class Holds(nn.Module):
 def test_a_name_that_a_graph_module_has_is_an_error(name, held):
     if isinstance(held, torch.Tensor) and name == "device":
         held = nn.ReLU()
-    with pytest.raises(fxopt.TraceError, match=f"has \\['{name}'\\] where"):
+    with pytest.raises(fxopt.TraceError, match=f"names \\['{name}'\\] of .* clash with"):
         fxopt.trace(Holds(name, held).eval(), (X,), verify=False)
 
 

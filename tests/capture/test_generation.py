@@ -199,7 +199,7 @@ def test_a_cache_in_another_state_is_refused(decoder):
     assert "keys.shape[2] = 5 are outside" in refusal(model(ids[:, :5]).past_key_values)
     filled = model(ids).past_key_values
     filled.layers[1] = filled.layers[0]
-    assert "are one DynamicLayer" in refusal(filled)
+    assert "are the same DynamicLayer" in refusal(filled)
     assert "dimension 0 is 1" in refusal(model(ids[:1]).past_key_values)
 
 

@@ -96,7 +96,7 @@ def test_a_graph_module_that_was_not_captured_has_none():
         (
             Dim("n", min=8),
             None,
-            r"not as dynamic_shapes: Dim\('n', min=8\) says: dimension 0 of input a is 3",
+            r"contradict `dynamic_shapes: Dim\('n', min=8\)`: dimension 0 of input a is 3",
         ),
         (Dim.AUTO(max=2), None, "dimension 0 of input a is 3"),
         (Dim("n"), Dim("n"), "dimension 0 of input a is 3, dimension 0 of input b is 7"),

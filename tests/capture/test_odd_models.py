@@ -278,7 +278,7 @@ class Noise(torch.nn.Module):
 def test_a_generator_of_a_module_is_refused_and_goes_on_in_a_leaf():
     model, eager = torch.nn.Sequential(Noise()), torch.nn.Sequential(Noise())
     x = torch.randn(3, 4)
-    with pytest.raises(fxopt.TraceError, match="drawn from a torch.Generator, of which a graph has none"):
+    with pytest.raises(fxopt.TraceError, match="drawn from a torch.Generator, which a graph cannot hold"):
         fxopt.trace(model, (x,))
     traced = fxopt.trace(model, (x,), leaf_modules="0")
     for _ in range(2):

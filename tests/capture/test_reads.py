@@ -112,9 +112,7 @@ def test_whether_a_parameter_takes_gradients_is_checked_where_the_forward_reads_
     assert torch.equal(gm(X), X * 2)
     copied = pickle.loads(pickle.dumps(gm))
     for frozen in (gm.requires_grad_(False), copied.requires_grad_(False)):
-        with pytest.raises(
-            fxopt.GuardError, match=r"'dense.weight' .* has requires_grad=False, .*: it was True"
-        ):
+        with pytest.raises(fxopt.GuardError, match=r"'dense.weight' .* has requires_grad=False; it was True"):
             frozen(X)
     gm.requires_grad_(True)
     assert torch.equal(gm(X), X * 2)

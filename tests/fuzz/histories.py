@@ -175,7 +175,7 @@ class Player:
 
     def _count(self, messages: Sequence[str]) -> None:
         for message in messages:
-            if re.search(r" took back its rewrite of .*: | was taken back: ", message, re.DOTALL):
+            if re.search(r" rolled back its rewrite of .*: | was rolled back: ", message, re.DOTALL):
                 raise Fault("verify", message)
             found = re.search(r"could not verify the site at .*?: (.*)", message, re.DOTALL)
             if found:

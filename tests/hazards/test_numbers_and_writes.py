@@ -81,7 +81,7 @@ def test_writes_to_the_input_between_merged_layers(write, tracer):
         assert not SITES["merge"].pass_.explain(traced).sites
         return
     with torch.no_grad():
-        unsafe(SITES["merge"], SITES["merge"].model(use), tracer, "stands between")
+        unsafe(SITES["merge"], SITES["merge"].model(use), tracer, "is between")
 
 
 @pytest.mark.parametrize("write", WRITES)

@@ -219,7 +219,9 @@ def test_masks(name):
     pass_ = FuseAttention(each_row_has_a_key=sets_values)
     after = rewritten(pass_, Attends(function), X, mask, sites=1, trace=fxopt_trace)
     if sets_values:
-        reason = "would have gradients that they do not have. Where there is no such row, give each_row"
+        reason = (
+            "would get gradients, which they do not have now. If no row is masked entirely, pass each_row"
+        )
         refused(FuseAttention(), Attends(function), X, mask, reason=reason, trace=fxopt_trace)
     entirely = torch.zeros_like(PADDING)
     if mask.dtype == torch.bool:  # a row that is masked entirely
@@ -281,29 +283,29 @@ REFUSED = {
     ),
     "two values": (lambda m, q, k, v: ((w := scores(q, k).softmax(-1)) @ v) + w @ k, "is also used by"),
     "another dimension": (lambda m, q, k, v: scores(q, k).softmax(-2) @ v, "not over the keys"),
-    "a soft cap": (lambda m, q, k, v: (scores(q, k) / 9).tanh().softmax(-1) @ v, "tanh stands between"),
+    "a soft cap": (lambda m, q, k, v: (scores(q, k) / 9).tanh().softmax(-1) @ v, "tanh is between"),
     "masked and scaled": (
         lambda m, q, k, v: ((scores(q, k) + m.bias) * 0.5).softmax(-1) @ v,
         "scales what is masked",
     ),
     "added by parts": (
         lambda m, q, k, v: torch.add(scores(q, k), m.bias, alpha=2).softmax(-1) @ v,
-        "add stands between",
+        "add is between",
     ),
-    "added to itself": (lambda m, q, k, v: ((s := scores(q, k)) + s).softmax(-1) @ v, "add stands between"),
-    "divided by scores": (lambda m, q, k, v: (2 / scores(q, k)).softmax(-1) @ v, "truediv stands between"),
+    "added to itself": (lambda m, q, k, v: ((s := scores(q, k)) + s).softmax(-1) @ v, "add is between"),
+    "divided by scores": (lambda m, q, k, v: (2 / scores(q, k)).softmax(-1) @ v, "truediv is between"),
     "rounded": (
         lambda m, q, k, v: torch.div(scores(q, k), 2, rounding_mode="floor").softmax(-1) @ v,
-        "div stands between",
+        "div is between",
     ),
     "scaled by a parameter": (
         lambda m, q, k, v: (scores(q, k) * m.bias[0, 0, 0]).softmax(-1) @ v,
-        "mul stands between",
+        "mul is between",
     ),
     "one number added": (lambda m, q, k, v: (scores(q, k) + m.bias[0, 0, 0]).softmax(-1) @ v, "one number"),
     "weights that are scaled": (
         lambda m, q, k, v: (scores(q, k).softmax(-1) * 2) @ v,
-        "mul stands between the softmax and the values",
+        "mul is between the softmax and the values",
     ),
     "values on the left": (
         lambda m, q, k, v: v.transpose(-1, -2) @ scores(q, k).softmax(-1),
@@ -312,11 +314,11 @@ REFUSED = {
     "weights with themselves": (lambda m, q, k, v: (w := scores(q, k).softmax(-1)) @ w, "not on the left"),
     "weights that are turned": (
         lambda m, q, k, v: scores(q, k).softmax(-1).transpose(-1, -2) @ v,
-        " stands between the softmax",
+        " is between the softmax",
     ),
     "scores that are turned": (
         lambda m, q, k, v: scores(q, k).transpose(-1, -2).softmax(-1) @ v,
-        " stands between the product",
+        " is between the product",
     ),
     "keys for all": (lambda m, q, k, v: scores(q, k[:1]).softmax(-1) @ v, "broadcast"),
     "values for all": (lambda m, q, k, v: scores(q, k).softmax(-1) @ v[:, :1], "broadcast"),
@@ -392,7 +394,7 @@ REFUSED = {
     ),
     "masked by little": (
         lambda m, q, k, v: scores(q, k).masked_fill(m.bias > 0, -1e4).softmax(-1) @ v,
-        "beside which a score may count",
+        "too large to hide a score",
     ),
     "masked by a parameter": (
         lambda m, q, k, v: torch.where(m.bias > 0, scores(q, k), m.bias[0, 0, 0]).softmax(-1) @ v,

@@ -108,7 +108,7 @@ def test_a_write_between_is_refused():
         h.add_(1)
         return y, m.right(h)
 
-    refused(MergeConvs(), Branches(use=use), X, reason="a write or side effect stands between")
+    refused(MergeConvs(), Branches(use=use), X, reason="a write or side effect is between")
 
 
 def test_layers_whose_weight_alone_was_pruned_are_refused():

@@ -66,7 +66,7 @@ def test_a_script_names_the_pass_and_the_site(tmp_path: Path) -> None:
     assert run.returncode == 1, run.stderr
     assert "wrong: in float64, output differs by" in run.stdout
     assert "ForgetsBias(of=('8',)) is wrong, already at 1 of its 13 sites (_8)" in run.stdout
-    assert "it first parts at node pad (module 8" in run.stdout
+    assert "it first diverges at node pad (module 8" in run.stdout
     assert ending(record.repro.replace("of=('8',)", "of=()"), tmp_path) == 0
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 
 from ..checks import latency
 from ..records import AGAIN, FAILING, TIMED, UNTRIED, Check, Outcome, counted, one_line
-from ..zoo.plan import ALL, EXACT, OPTIMIZED
+from ..zoo.plan import OPTIMIZED
 from .compare import LEFT_OUT, VANISHED
 
 Identity = tuple[str, str, str]
@@ -23,9 +23,6 @@ CAPTURE = {"load": "is not built", "run the model": "does not run", "capture": "
 
 _SEVERITY = ("outcome", "new failure", "stage", "capture", "error", "limit", "accuracy", "compared", "sites")
 """The kinds of changes, worst first; unlisted kinds come last."""
-
-PASSES = (ALL, EXACT)
-"""The pipelines of many passes, one of which may be the cause."""
 
 _VERDICTS = ("outcome", "new failure", "stage")
 
@@ -79,7 +76,7 @@ def causes(
     worse = [_Change(*row) for row in joined.fillna("").astype(str).itertuples(index=False, name=None)]
     ran = [each for each in worse if not each.untried]
     singles = [each.blamed for each in ran if each.blamed and "+" not in each.blamed]
-    alone = Counter(name for name in singles if name not in (*PASSES, *OPTIMIZED))
+    alone = Counter(name for name in singles if not _is_named(name))
     of_model: dict[str, set[str]] = defaultdict(set)
     for each in ran:
         of_model[each.model].add(each.blamed)
@@ -89,7 +86,7 @@ def causes(
     broken = {(each.model, each.device): _key(each, []) for each in verdicts}
     keys: dict[str, tuple[str, ...]] = {}  # by case
     for each in ran:
-        names = of_model[each.model] if each.blamed in PASSES else each.blamed.split("+")
+        names = of_model[each.model] if _is_named(each.blamed) else each.blamed.split("+")
         guilty = [name for name, _ in alone.most_common() if name in names]
         key = broken.get((each.model, each.device)) if each.kind in _VERDICTS else None
         key = key or _key(each, guilty)
@@ -151,11 +148,17 @@ class _Change:
     @property
     def rank(self) -> tuple[int, float, bool, str]:
         """Sort key: the worst kind, then the fewest passes, timed and counted cases last; the first case shows the cause best."""
-        passes = math.inf if self.pipeline in PASSES else len(self.pipeline.split("+")) * bool(self.pipeline)
+        several = _is_named(self.pipeline)
+        passes = math.inf if several else len(self.pipeline.split("+")) * bool(self.pipeline)
         severity = _SEVERITY.index(self.kind) if self.kind in _SEVERITY else len(_SEVERITY)
         severity += len(_SEVERITY) * self.untried
         # A wrong output is more informative than a changed number of sites.
         return severity, passes, self.check in (*TIMED, Check.EFFECT), self.id
+
+
+def _is_named(pipeline: str) -> bool:
+    """Tell whether a pipeline has a name, such as `all`, and many passes; the name of a pass is that of its class."""
+    return pipeline[:1].islower()
 
 
 def _key(change: _Change, guilty: Sequence[str]) -> tuple[str, ...]:

@@ -283,12 +283,14 @@ class BranchDecisions:
 
     def _question(self, node: torch.fx.Node, kind: type, question: type[Q]) -> Q:
         act = (
-            "makes a numpy array of a tensor" if kind is torch.Tensor else "decides on the value of a tensor"
+            "makes a numpy array of a tensor, whose values are unknown at capture"
+            if kind is torch.Tensor
+            else "decides on the value of a tensor, which is unknown at capture"
         )
         return question(
-            f"the forward {act}, which a graph cannot. {self.writer.where()} The value is "
-            f"{describe_origin(node)}. Capture with specialize=True, which takes the decision that the example "
-            "inputs give and checks it in the graph; or compute with `torch.where`, pass the decision as an argument, "
+            f"the forward {act}. {self.writer.where()} The value is "
+            f"{describe_origin(node)}. Capture with specialize=True, which decides by the example inputs "
+            "and adds a check to the graph; or compute with `torch.where`, pass the decision as an argument, "
             "or make the module a leaf (leaf_modules=...).",
             kind,
             self.writer.where(),

@@ -20,7 +20,7 @@ class DataDependentBranch(TraceError):
 
     def because(self, reason: str) -> DataDependentBranch:
         """Return this error with the reason why the branch could not be settled."""
-        message = f"{self} That it makes no difference could not be shown: {reason}."
+        message = f"{self} fxopt could not show that the branch makes no difference: {reason}."
         return type(self)(message, self.kind, self.where, self.line, self.on_state)
 
 

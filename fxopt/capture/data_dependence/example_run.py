@@ -107,7 +107,7 @@ class ExampleRun:
                     raise
                 except Exception as error:  # the model's own error for these values
                     raise TraceError(
-                        "the example inputs, on which specialize=True decides, lead to an error at "
+                        "specialize=True runs the graph on the example inputs, which fails at "
                         f"{node.format_node()}: {error_text(error)}"
                     ) from error
             self._random_state = torch.get_rng_state()

@@ -275,8 +275,8 @@ class FakeModel:
             if real is not None and fake.shape != real.shape:
                 name = self._own.get(id(fake), "a tensor that is no buffer").lstrip(".")
                 raise TraceError(
-                    f"the forward changes the shape of {name!r} in place, so that a later call finds another one. Change "
-                    "that of a view, or make the module that does this a leaf."
+                    f"the forward changes the shape of {name!r} in place, so a later call finds another shape. Change "
+                    "the shape of a view, or make the module that does this a leaf."
                 )
         changed = sorted(
             key for key in self._before.keys() | after.keys() if self._before.get(key) != after.get(key)

@@ -77,8 +77,8 @@ class DynamicDimensions:
         for free in self.dimensions:
             if free.dim is not None and free.hint == 0:
                 raise TraceError(
-                    f"dimension {free.dim} of {free.where} is 0 in the example inputs, and was asked to be free: a free size "
-                    "is at least 1. Give an example that is not empty, or fix this size."
+                    f"dimension {free.dim} of {free.where} is 0 in the example inputs, but it is free in dynamic_shapes, "
+                    "and a free size is at least 1. Give an example that is not empty, or fix this size."
                 )
         hints = {free.symbol: free.hint for free in self.dimensions}
         for condition, origin in self.asked():
@@ -88,7 +88,7 @@ class DynamicDimensions:
                     for free in self.dimensions
                     if free.symbol in condition.free_symbols
                 ]
-                raise TraceError(f"the example inputs are not as {origin} says: {', '.join(sizes)}.")
+                raise TraceError(f"the example inputs contradict `{origin}`: {', '.join(sizes)}.")
 
     def roots(self) -> list[tuple[Any, DynamicDimension]]:
         """The symbols that remain after unification, each with one dimension (or number) of this size."""

@@ -76,8 +76,8 @@ def check_names(graph: torch.fx.Graph) -> None:
             name = path.lstrip("*")
             if not name.isidentifier() or keyword.iskeyword(name) or inputs.count(name) > 1:
                 raise TraceError(
-                    f"the input {name!r} has a name that is no name in Python, or that of another input, so that the forward "
-                    "of a graph module cannot take it; give it another one."
+                    f"the input {name!r} has a name that is not valid in Python, or that another input has, so the forward "
+                    "of a graph module cannot accept this input. Rename the input."
                 )
             if name in custom_builtins and _is_read(graph, name):
                 raise TraceError(
@@ -88,8 +88,8 @@ def check_names(graph: torch.fx.Graph) -> None:
             for name in path.split("."):
                 if keyword.iskeyword(name) or json.dumps(name, ensure_ascii=False) != f'"{name}"':
                     raise TraceError(
-                        f"the forward uses {path!r}, and torch.fx writes code that is wrong Python for the name {name!r} in "
-                        "it. Rename it, or make the module that holds it a leaf (leaf_modules=...)."
+                        f"the forward uses {path!r}, but torch.fx generates invalid Python for the name {name!r}. "
+                        "Rename this attribute, or make the module that holds it a leaf (leaf_modules=...)."
                     )
 
 

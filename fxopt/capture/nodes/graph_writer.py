@@ -128,11 +128,11 @@ class GraphWriter:
             return self.containers.node(value)
         if isinstance(value, torch.Generator):
             raise TraceError(
-                "random numbers are drawn from a torch.Generator, of which a graph has none: leave `generator=` out, so that "
-                f"torch's own generator is used, or make the module that draws a leaf (leaf_modules=...). {self.where()}"
+                "random numbers are drawn from a torch.Generator, which a graph cannot hold: leave `generator=` out to use "
+                f"torch's own generator, or make the module that draws them a leaf (leaf_modules=...). {self.where()}"
             )
         raise TraceError(
-            f"a {qualified_name(type(value))} is used where the graph can hold tensors, "
+            f"a {qualified_name(type(value))} cannot be in a graph, which can hold only tensors, "
             f"numbers, strings, dtypes, devices, and tuples, lists, dicts, dataclasses and plain objects of those. {self.where()}"
         )
 

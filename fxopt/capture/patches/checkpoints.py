@@ -33,8 +33,8 @@ def reentrant_checkpoint(recorder: Recorder, function: Callable[..., Any], args:
     nested = [arg for arg in args if not isinstance(arg, torch.Tensor)]
     if any(tensor.requires_grad for tensor in tensors_in(nested)):
         recorder.fail(
-            "the forward calls torch.utils.checkpoint with use_reentrant=True on tensors in containers, which take other "
-            "gradients then than a graph has: use_reentrant=False can be captured"
+            "the forward calls torch.utils.checkpoint with use_reentrant=True on tensors in containers, whose "
+            "gradients then differ from those of a graph: pass use_reentrant=False"
         )
     if not torch.is_grad_enabled():  # not a read by the model
         recorder.queries.note_mode("grad", False)
@@ -49,8 +49,8 @@ def reentrant_checkpoint(recorder: Recorder, function: Callable[..., Any], args:
     result = function(*args)
     if "grad" in modes_read:
         recorder.fail(
-            "what the forward calls torch.utils.checkpoint on with use_reentrant=True reads whether gradients are on, which "
-            "torch answers otherwise in the forward than in the backward: use_reentrant=False can be captured"
+            "the function that torch.utils.checkpoint calls with use_reentrant=True reads whether gradients are on, which "
+            "differs between its forward and its backward: pass use_reentrant=False"
         )
     modes_read |= {} if read is None else {"grad": read}
     for part in result if isinstance(result, tuple) else (result,):
@@ -59,15 +59,15 @@ def reentrant_checkpoint(recorder: Recorder, function: Callable[..., Any], args:
         # torch gives gradients to each tensor that is returned, detached or not, and to none in a container.
         if any(takes != is_tensor for takes in takes_gradients):
             recorder.fail(
-                "what the forward calls torch.utils.checkpoint on with use_reentrant=True returns a tensor without gradients, "
-                "or one in a container, which take others then than a graph has: use_reentrant=False can be captured"
+                "the function that torch.utils.checkpoint calls with use_reentrant=True returns a tensor without gradients, "
+                "or one in a container, whose gradients then differ from those of a graph: pass use_reentrant=False"
             )
     return result
 
 
 def _warn_of_activations() -> None:
     warnings.warn(
-        "the graph holds the forward without activation checkpointing: its gradients are the same, "
-        "and it keeps the activations that checkpointing would compute again.",
+        "activation checkpointing is not captured: the gradients of the graph are the same, "
+        "but it keeps the activations that checkpointing would compute again.",
         stacklevel=2,
     )

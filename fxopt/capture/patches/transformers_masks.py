@@ -228,20 +228,19 @@ def _reason(attention: str, declared: bool) -> str:
         ("in both directions", "causally") if declared else ("causally", "in both directions")
     )
     return (
-        f"{attention} attends {with_mask} where the attention mask hides a token, and {without} where it hides none: "
+        f"{attention} attends {with_mask} if the attention mask hides a token, and {without} if it hides none: "
         "transformers then leaves the mask out, and the module declares "
-        f"is_causal={declared}. A graph cannot be both, for a mask of a window, or of other keys than queries, or for a "
-        f"part of one: with attn_implementation='eager' the model always attends {with_mask}"
+        f"is_causal={declared}. A graph cannot do both if the mask has a window or other keys than queries, or is part of "
+        f"another mask: with attn_implementation='eager' the model always attends {with_mask}"
     )
 
 
 def _changed(attention: str, origin: str) -> str:
     return (
-        f"the forward changes the attention mask that {attention} gets, which transformers leaves out where padding hides no "
-        "token: the change is then left out as well, and a graph has both. Give the change to "
-        "transformers as and_mask_function, with which the mask is always there; or capture with specialize=True and an "
-        "example in which padding hides a token. The mask that it gets is "
-        f"{origin}"
+        f"the forward changes the attention mask of {attention}. If padding hides no token, transformers leaves out the mask and "
+        "thus the change, but a graph always has both. Capture with specialize=True and an example in which padding hides a "
+        "token; or give the change to transformers as and_mask_function, with which the mask is always there. "
+        f"The changed mask is {origin}"
     )
 
 

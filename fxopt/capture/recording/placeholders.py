@@ -234,14 +234,14 @@ class Placeholders:
             )
         if isinstance(value, torch.nn.Module) or hides_tensors(value):
             raise TraceError(
-                f"{where} is a {type(value).__name__}, which holds tensors where the capture cannot follow. Give "
-                "tensors, and tuples, lists, dicts, dataclasses and plain objects of tensors."
+                f"{where} is a {type(value).__name__}, which holds tensors that the capture cannot reach. Give "
+                "tensors, or tuples, lists, dicts, dataclasses and plain objects of tensors."
             )
         given = copy.deepcopy(value)
         if not same_value(given, value):
             raise TraceError(
-                f"{where} is a {type(value).__name__}, of which a graph cannot tell whether it is given the same one. "
-                "Give tensors, numbers, and tuples, lists, dicts, dataclasses and plain objects of them."
+                f"{where} is a {type(value).__name__}, which is not equal to its copy, so a graph cannot check it in later calls. "
+                "Give tensors, numbers, or tuples, lists, dicts, dataclasses and plain objects of them."
             )
         if path and value == self.writer.device:
             return given  # the device of an object; another device is not an error in itself

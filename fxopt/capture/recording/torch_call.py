@@ -30,8 +30,8 @@ _REASONS = {
     "__set__": "assigns to the attribute {function.__self__.__name__!r} of a tensor, which a graph cannot hold.",
 }
 PACKED = (
-    "a layer is given a packed sequence, whose lengths are numbers in a tensor that decide on the sizes of others: give it "
-    "the padded sequence, and leave out by a mask what lies behind the lengths"
+    "a layer is given a packed sequence, whose lengths are values in a tensor and decide the sizes of other tensors: give it "
+    "the padded sequence, and mask the positions after the lengths"
 )
 CHANGES_CONTAINER = (
     "changes a list or dict that it is given, which a graph cannot follow into a leaf: let it return the change, or make it "

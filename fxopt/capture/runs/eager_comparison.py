@@ -89,7 +89,7 @@ class _Comparison:
             return f"the graph raises {named(error)}"
         again = self._calls(self.request.model, condensed=False)
         if difference(expected[number], again[: number + 1][-1]) is not None:
-            return "from one state of the random generators the model gives one thing, then another"
+            return "two runs of the model from the same state of the random generators differ"
         raise self._error(differs, number, found[number])
 
     def _calls(self, module: torch.nn.Module, condensed: bool) -> list[Outcome]:
@@ -138,9 +138,9 @@ class _Comparison:
         )
         which = f" in call {number + 1}" if number else ""
         return TraceError(
-            f"the graph differs from the model{which}: {differs}. They part at {place}. "
+            f"the graph differs from the model{which}: {differs}. They diverge at {place}. "
             f"The likely cause: {likely_cause(differs, number + 1, agrees)}. "
-            "(Both were run on the example inputs; verify=False leaves that out.)"
+            "(Both were run on the example inputs; verify=False skips this check.)"
         )
 
 

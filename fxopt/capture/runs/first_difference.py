@@ -21,8 +21,8 @@ from fxopt.torch_internals import COMPILED
 Digest = tuple[Any, ...]
 
 STATE = (
-    "the forward keeps state from one call to the next (a number, a list, an iterator, an object, a closure), and a graph "
-    "keeps tensors alone: hold it in a buffer and write it with `.copy_()`, or give it as an input"
+    "the forward keeps state from one call to the next (a number, a list, an iterator, an object, a closure), but a graph "
+    "keeps only tensors: hold the state in a buffer and write it with `.copy_()`, or give it as an input"
 )
 EXPORTING = (
     "the forward asks whether it is being compiled or exported (torch.compiler.is_compiling, is_exporting), and does "
@@ -67,7 +67,7 @@ def place_of_divergence(
     for place, digest in eager.calls:
         if digest not in known:
             return f"a call of the model that the graph does not make. {place}"
-    return "no node: each computes what the model does, and what comes out of them is put together in another way"
+    return "no node: each node computes a value of the model, but the outputs are assembled differently"
 
 
 def likely_cause(difference: str, call: int, agrees_when_exporting: bool) -> str:

@@ -340,7 +340,7 @@ def _with_line(error: Any) -> TraceError:
     where = describe_location(own[-1], None) if own else in_layer
     if isinstance(error, _DATA_DEPENDENT):
         return TraceError(
-            f"the forward decides on the value of a tensor, which a graph cannot. {where} Compute with "
+            f"the forward decides on the value of a tensor, which is unknown at capture. {where} Compute with "
             "`torch.where`, pass the decision as an argument, or make the module a leaf (leaf_modules=...)."
         )
     if frames[-1].f_globals.get("__name__", "").startswith(_SYMBOLIC_SIZES):

@@ -18,7 +18,7 @@ MASKS = (torch.bool, torch.uint8)
 def check_value(condition: bool, message: str) -> None:
     """Raise GuardError unless a condition on numbers that the graph computes is true."""
     if not condition:
-        raise GuardError(f"{message}; this input is outside of that.")
+        raise GuardError(f"a runtime check failed: {message}")
 
 
 @has_side_effect
@@ -52,9 +52,9 @@ def check_same_outcome(value: Any, earlier: bool | None, where: str) -> bool | N
         return None  # nothing is computed
     if earlier is not None and bool(value) != earlier:
         raise GuardError(
-            f"the forward decides on values, and does not decide alike each time. {where} The graph was captured for "
-            "inputs with which all these decisions fall the same way: call the model itself, or capture with "
-            "specialize=True and inputs such as these."
+            f"the forward decides on values at one line, and the decisions differ. {where} The graph is valid only "
+            "for inputs with which all these decisions are the same. Capture with specialize=True and inputs such as "
+            "these; or call the eager model."
         )
     return bool(value)
 
@@ -76,7 +76,7 @@ def check_no_write(value: Any, answer: bool, index: Any, where: str) -> None:
         return
     if not any(part.dtype in MASKS and not part.any() for part in parts):
         raise GuardError(
-            f"the forward decides on a value to leave out a part, and the graph would write something there. {where} Capture "
+            f"the forward decides on a value and skips a write that the graph would make. {where} Capture "
             "with specialize=True and inputs such as these."
         )
 

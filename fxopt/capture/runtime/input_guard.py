@@ -184,13 +184,13 @@ def _check_tensor(expected: TensorSpec, value: Any, sizes: dict[str, int], defer
         )
     if expected.layout is not None and layout(value) != expected.layout:
         raise GuardError(
-            f"{subject} is {'' if value.is_contiguous() else 'not '}contiguous, or laid out otherwise "
+            f"{subject}, which is {'' if value.is_contiguous() else 'not '}contiguous, has another memory layout "
             "than the example; the forward reads strides. Call `.contiguous()`, or capture with such an input."
         )
     if expected.requires_grad is not None and value.requires_grad != expected.requires_grad:
         raise GuardError(
-            f"{subject} has requires_grad={value.requires_grad}, and the forward reads that: it was "
-            f"{expected.requires_grad} when the graph was captured. Capture again with an input such as this."
+            f"{subject} has requires_grad={value.requires_grad}; at capture it was "
+            f"{expected.requires_grad}, and the forward reads this flag. Capture again with an input such as this."
         )
     shape = value.shape
     if len(shape) != len(expected.shape):
@@ -206,8 +206,8 @@ def _check_tensor(expected: TensorSpec, value: Any, sizes: dict[str, int], defer
                 )
         elif size == 0:
             raise GuardError(
-                f"{subject}, dimension {dim} is 0; it takes at least 1, as all sizes that are free: "
-                "forwards, and torch's operators, do otherwise with nothing. Run the model itself on it, or capture again "
+                f"{subject}, dimension {dim} is 0; it takes at least 1, as all free sizes do, because "
+                "forwards and torch's operators may treat empty tensors differently. Call the eager model, or capture again "
                 "with this size fixed."
             )
         else:
@@ -275,8 +275,8 @@ def _check_structure(expected: StructureSpec, value: Any, objects: dict[int, str
         raise GuardError(f"input {describe(expected)!r} {_difference(keys, expected)}")
     if is_mutable(value) and objects.setdefault(id(value), describe(expected)) != describe(expected):
         raise GuardError(
-            f"inputs {objects[id(value)]!r} and {describe(expected)!r} are one {type(value).__name__}; "
-            "the graph takes two."
+            f"inputs {objects[id(value)]!r} and {describe(expected)!r} are the same {type(value).__name__}; "
+            "the graph needs two."
         )
 
 

@@ -154,9 +154,9 @@ class TracedModule(torch.fx.GraphModule):
             allowed = {captured[name]} if name in captured else any_of_them
             if allowed and parameter.requires_grad not in allowed:
                 raise GuardError(
-                    f"parameter {name!r} of {self.__class__.__name__} has requires_grad={parameter.requires_grad}, and its "
-                    f"forward reads at {where} whether a tensor takes gradients: it was {not parameter.requires_grad} "
-                    "when the graph was captured. Set it so, or capture the model again."
+                    f"parameter {name!r} of {self.__class__.__name__} has requires_grad={parameter.requires_grad}; "
+                    f"it was {not parameter.requires_grad} at capture, and the forward reads at {where} whether a tensor "
+                    "requires gradients. Set the flag back, or capture the model again."
                 )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
