@@ -714,9 +714,9 @@ def test_a_search_for_the_path_of_an_einsum_fixes_no_size(monkeypatch):
         def forward(self, a, b, c):
             return torch.einsum("bi,bj,bi->bij", a, b, c)
 
-    own = torch.backends.opt_einsum.m
-    for name, value in {"_opt_einsum": Paths, "is_available": lambda: True, "enabled": True}.items():
-        monkeypatch.setattr(own, name, value)
+    monkeypatch.setattr(torch.backends.opt_einsum.m, "_opt_einsum", Paths)
+    for name, value in {"is_available": lambda: True, "enabled": True}.items():
+        monkeypatch.setattr(torch.backends.opt_einsum, name, value)
     a, b = torch.randn(2, 3), torch.randn(2, 4)
     batch = {0: Dim("batch")}
     traced = fxopt.trace(Three(), (a, b, a), dynamic_shapes={"a": batch, "b": batch, "c": batch})
