@@ -216,7 +216,7 @@ def row_error(expected: object, actual: object, least: float, own: object = None
         expected: the values that are right.
         actual: values of the same structure.
         least: lower bound of the divisor.
-        own: further values of the same structure; places where these are not finite are ignored.
+        own: further values of the same structure; places where these overflow, and the expected values do not, are ignored.
     """
     errors = [0.0]
     sides = [tensors(expected), tensors(actual), tensors(actual if own is None else own)]
@@ -225,7 +225,7 @@ def row_error(expected: object, actual: object, least: float, own: object = None
             continue
         values, gap = _gap(left, right)
         if own is not None:
-            gap = gap.where(_numbers(third).isfinite(), 0.0)
+            gap = gap.where(_numbers(third).isfinite() | ~values.isfinite(), 0.0)
         size = values.abs().nan_to_num(0, 0)
         fewest = _ROW if size.ndim < 4 else _ROW_OF_IMAGE
         dims = next((n for n in range(1, size.ndim) if size.shape[-n:].numel() >= fewest), size.ndim)

@@ -7,6 +7,7 @@ nodes that build the outputs. An engine computes the body. Guards, caches and cl
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 import operator
 import os
@@ -465,12 +466,29 @@ def _exported(body: GraphModule, inputs: tuple[Tensor, ...], convert: Callable[[
 
 
 def _masking_safely(body: GraphModule) -> GraphModule:
-    """Copy a body with calls of `_attention` in the place of `scaled_dot_product_attention`."""
+    """Copy a body with calls of `_attention`; raise Unfit for a layer with attention of its own that is called with a mask."""
     made = Graph()
     made.output(made.graph_copy(body.graph, {}))
-    for node in made.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
-        node.target = _attention
+    for node in made.nodes:
+        if node.target in _ATTENTIONS:
+            node.target = _attention
+        elif node.op == "call_module" and _attends(layer := body.get_submodule(str(node.target))):
+            given = inspect.signature(layer.forward).bind(*node.args, **node.kwargs).arguments
+            mask = next((n for n, value in given.items() if n.endswith("mask") and value is not None), None)
+            if mask:
+                raise Unfit(f"it may give NaN if {mask} hides all keys of a query, at {graph.place(node)}")
     return GraphModule(body, made, "Body")
+
+
+def _attends(layer: nn.Module) -> bool:
+    return any(isinstance(each, nn.MultiheadAttention) for each in layer.modules())
+
+
+_ATTENTIONS = (
+    F.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
 
 
 def _attention(
@@ -480,7 +498,7 @@ def _attention(
     if attn_mask is None:
         return F.scaled_dot_product_attention(query, key, value, None, *args, **kwargs)
     is_bool = attn_mask.dtype is torch.bool
-    sees = (attn_mask if is_bool else attn_mask > -torch.inf).any(-1, keepdim=True)
+    sees = (attn_mask if is_bool else attn_mask != -torch.inf).any(-1, keepdim=True)
     mask = attn_mask | ~sees if is_bool else torch.where(sees, attn_mask, 0.0)
     return torch.where(sees, F.scaled_dot_product_attention(query, key, value, mask, *args, **kwargs), 0.0)
 

@@ -214,7 +214,7 @@ class Memory:
             if node.op in ("placeholder", "get_attr"):
                 for number in self._memory(node):
                     parent[root(index)] = root(outside.setdefault(number, index))
-            elif not (_is_result(node) or self.gives_new_memory(node) or _is_number(node)):
+            elif node.op != "output" and not self.gives_new_memory(node) and not _is_number(node):
                 # A node that writes into a tensor returns that tensor; other nodes may return a view of any input.
                 for value in self._written[node] or _viewed(node):
                     if not _is_number(value):
@@ -293,12 +293,6 @@ def _viewed(node: Node) -> Collection[Node]:
     if not isinstance(source, Node) or (chosen and isinstance(graph.value_of(source), Tensor)):
         return ()
     return [source]  # also if the source is a list, where a tensor with one element is an index
-
-
-def _is_result(node: Node) -> bool:
-    """Tell whether a node only returns values: the output, or an object such as a ModelOutput that nothing else uses."""
-    returned = isinstance(node.target, type) and all(user.op == "output" for user in node.users)
-    return node.op == "output" or returned
 
 
 def _is_number(node: Node) -> bool:

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.modeling_outputs import BaseModelOutput
 
 import fxopt
 from fxopt.graph_index import GraphIndex
@@ -333,18 +332,3 @@ def test_a_product_of_einsum_is_new_and_a_transposed_matrix_is_not():
     memory = GraphIndex(gm).memory
     assert memory.gives_new_memory(product)
     assert not memory.gives_new_memory(view)
-
-
-def test_values_that_an_object_returns_share_no_memory_by_that():
-    class Returns(nn.Module):
-        def forward(self, x):
-            h = torch.zeros(3, 6)
-            h[:, :4] = x
-            return BaseModelOutput(last_hidden_state=h, hidden_states=(x,))
-
-    traced = fxopt.trace(Returns(), (torch.ones(3, 4),))
-    index = GraphIndex(traced)
-    zeros, x = node(index, "zeros"), node(index, "x")
-    assert not index.memory.may_alias(zeros, x)
-    assert index.memory.written(x) is None
-    assert index.memory.is_seen_after(zeros, node(index, "setitem"))

@@ -487,6 +487,28 @@ def test_a_graph_that_names_float32_may_round_as_the_one_before(factor, is_right
     assert isinstance(said, torch.fx.GraphModule) == is_right, said
 
 
+class DropsTheMask(fxopt.Rewrite):
+    """Drops a cast, and the mask behind it."""
+
+    preserves_computation = True
+
+    def match(self, graph_module):
+        yield from graph_module.graph.find_nodes(op="call_method", target="masked_fill")
+
+    def apply(self, rewriter, node):
+        converted = node.args[0]
+        rewriter.replace_uses(node, converted.args[0])
+        rewriter.erase(node)
+        rewriter.erase(converted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_mask_of_minus_infinity_is_no_rounding(dtype):
+    forward = lambda m, x: (x * 2).to(dtype).masked_fill(x > 0, -torch.inf).softmax(-1, dtype=torch.float32)  # noqa: E731
+    said = verified(DropsTheMask(), forward, X.to(dtype))
+    assert isinstance(said, str), said
+
+
 @dataclasses.dataclass
 class Held:
     value: torch.Tensor

@@ -327,7 +327,9 @@ class Graphs:
             lock.release()
         yield from made
 
-    def _make(self, cache: _Cache, call: _Call, after: list[Callable[[Any], object]]) -> _Graph | None:
+    def _make(
+        self, cache: _Cache, call: _Call, after: list[Callable[[Any], object]], again: bool = True
+    ) -> _Graph | None:
         """Make a graph for a call that no graph fits; None if the model itself is to run. The caller holds the lock."""
         full = len(cache.structures) >= _MOST_STRUCTURES and call.structure not in cache.structures
         if self._number_varies(cache, call) or full:
@@ -343,11 +345,11 @@ class Graphs:
         if len(structure.failures) >= _MOST_FAILURES:
             self._warn(call.inputs, structure.failures[-1])
             return None
-        if self._waits(cache):
+        if again and self._waits(cache):
             self._restless = self._restless or f"the model changes often, last in {self._changed}: {_WAITING}"
             self._warn(call.inputs, self._restless)
             return None
-        return self._prepare(cache, structure, call, after)
+        return self._prepare(cache, structure, call, after, again)
 
     def _prepare(
         self,
@@ -355,7 +357,7 @@ class Graphs:
         structure: _Structure,
         call: _Call,
         after: list[Callable[[Any], object]],
-        again: bool = True,
+        again: bool,
     ) -> _Graph | None:
         """Prepare a graph, and add it to the cache; None if it is refused. `after` takes what notes that the model runs instead."""
         free = {place for place, _ in structure.sizes - call.sizes}
@@ -371,9 +373,7 @@ class Graphs:
             disagreement = self._disagreement(cache, report)
         # The first run may change the model: models of transformers add hooks then.
         if again and disagreement == _CHANGED:
-            cache = self._new_cache()
-            structure = cache.structures.setdefault(call.structure, _Structure())
-            return self._prepare(cache, structure, call, after, again=False)
+            return self._make(self._new_cache(), call, after, again=False)
         reason = report.reason or disagreement
         cache.refused = [
             each for each in cache.refused if each.inputs != report.inputs or LATER not in str(each.reason)

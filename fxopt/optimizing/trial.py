@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,8 +65,7 @@ class Trial:
         self._written = {name: tensor for name, tensor in own.items() if index.memory.writer_of(tensor)}
         self._left: dict[str, Tensor] = {}
         self._generator = torch.Generator().manual_seed(0)  # leaves the global generator alone
-        writes = (index.memory.written(node) for node in index.nodes if node.op == "placeholder")
-        first_write = min(filter(None, writes), default=None)
+        first_write = min(_writes_into_inputs(index), default=None)
         for node in index.nodes:
             fault = _fault(index, node, first_write)
             if fault:
@@ -204,6 +203,19 @@ def _wait(devices: Collection[int | None]) -> None:
     """Wait until these CUDA devices have computed, where torch uses CUDA."""
     for device in devices if torch.cuda.is_initialized() else ():
         torch.cuda.synchronize(device)
+
+
+def _writes_into_inputs(index: GraphIndex) -> Iterator[Node]:
+    """Yield the nodes that may write into an input, or into a value computed from it.
+
+    An object that is returned with an input and another tensor shares memory with both, but a write into that tensor is none
+    into the input.
+    """
+    for value in (node for node in index.nodes if node.op == "placeholder"):
+        views = {*index.memory.derived(value)}
+        for writer in index.memory.writers(value):
+            if not views.isdisjoint(index.memory.written_by(writer) or views):
+                yield writer
 
 
 def _fault(index: GraphIndex, node: Node, first_write: Node | None) -> str | None:

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -221,15 +222,17 @@ class Verifier:
         limits = [RTOL if numbers.dtype else min(128 * epsilon(truth), 0.5)] * len(labels)
         errors = [*map(row_error, truth, result, least)]
         is_beyond = any(error > limit for error, limit in zip(errors, limits, strict=True))
-        exact = own = truth
-        if is_beyond and not numbers.dtype:
+        if is_beyond and numbers.dtype and piece.rounds:
+            own = self._run(piece, False, inputs, own_numbers)
+            limits = [4 * error + 16 * epsilon(own) for error in map(row_error, truth, own, least, own)]
+            errors = [*map(row_error, truth, result, least, own)]
+        elif is_beyond and not numbers.dtype:  # rounding may take the new piece as far as the old one
             with contextlib.suppress(_Stopped), Float64():
                 exact = self._run(piece, False, inputs, dataclasses.replace(numbers, dtype=torch.float64))
-        elif is_beyond and piece.rounds:
-            own = self._run(piece, False, inputs, own_numbers)
-        if exact is not own:  # rounding takes the new piece as far as the old one
-            limits = [4 * error + 16 * epsilon(own) for error in map(row_error, exact, own, least, own)]
-            errors = [*map(row_error, exact, result, least, own)]
+                rounding = [*map(row_error, exact, truth, least)]
+                if max(rounding) < math.inf:
+                    limits = [4 * error + 16 * epsilon(truth) for error in rounding]
+                    errors = [*map(row_error, exact, result, least)]
         for label, error, limit in zip(labels, errors, limits, strict=True):
             if error > limit:
                 return f"{label} differs by {error:.2g} of the largest value in its row; the limit is {limit:.2g}"

@@ -336,6 +336,19 @@ def test_a_query_whose_keys_are_all_masked_gets_zeros(dtype, engine):
 
 
 @torch.no_grad()
+def test_layers_with_attention_of_their_own_are_computed_by_torch_if_they_get_a_mask():
+    real("openvino")
+    layer = nn.TransformerDecoderLayer(16, 2, 32, batch_first=True)
+    model = Writes(lambda m, x, y, mask: layer(x, y, memory_key_padding_mask=mask) * 2).eval()
+    model.layer = layer
+    x, y, seen = torch.randn(2, 3, 16), torch.randn(2, 4, 16), torch.zeros(2, 4, dtype=torch.bool)
+    with pytest.warns(fxopt.FallbackWarning, match="if memory_key_padding_mask hides all keys"):
+        fast = fxopt.optimize(model.eval(), (x, y, seen), engine="openvino")
+    seen[1] = True
+    torch.testing.assert_close(fast(x, y, seen), model(x, y, seen))
+
+
+@torch.no_grad()
 def test_buffers_made_under_inference_mode(ran):
     model = module(lambda self, x: torch.maximum(self.layers(x), self.least), layers=layers())
     with torch.inference_mode():

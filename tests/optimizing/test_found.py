@@ -666,6 +666,31 @@ def test_a_hook_that_steers_a_block_is_followed():
         assert torch.equal(fast(x), model(x))
 
 
+class ReturnsBoth(nn.Module):
+    """Writes into a tensor of its own, checks a value, and returns an object that holds an input, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        wide = torch.zeros(x.shape[0], 80)
+        wide[:, :64] = self.linear(x)
+        if (wide > 1e6).any():
+            raise ValueError("too large")
+        return BaseModelOutput(last_hidden_state=wide, hidden_states=(x, torch.arange(3.0) * 2))
+
+
+@torch.no_grad()
+def test_an_object_that_holds_an_input_and_what_was_written():
+    model, x = ReturnsBoth().eval(), torch.randn(8, 64)
+    fast = fxopt.optimize(model, (x,), tune=False)
+    assert fast.report[0].reason is None
+    assert torch.allclose(fast(x).last_hidden_state, model(x).last_hidden_state, atol=1e-6)
+    fast(x).hidden_states[1].zero_()  # each call returns a tensor of its own
+    assert torch.equal(fast(x).hidden_states[1], torch.arange(3.0) * 2)
+
+
 class Doubles(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         value = function(*args, **(kwargs or {}))
