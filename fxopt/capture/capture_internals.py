@@ -116,6 +116,8 @@ side_effectful_functions = _required("torch.fx.node._side_effectful_functions")
 custom_builtins = _required("torch.fx.graph._custom_builtins")
 HigherOrderOperator = _required("torch._ops.HigherOrderOperator")
 torch_assert = _required("torch._assert")
+# The module of the classes that torch makes for the gradients of custom operators.
+GRADIENTS_OF_OPERATORS = "torch._library.autograd"
 TRANSFORMS = [
     _place(f"torch._functorch.{name}")
     for name in (

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as checkpointing
 
+from fxopt.capture.capture_internals import GRADIENTS_OF_OPERATORS
 from fxopt.capture.data_dependence.hidden_branches import result_for_all_outcomes
 from fxopt.capture.patches.checkpoints import reentrant_checkpoint
 from fxopt.capture.patches.replaced import Patches
@@ -48,6 +49,8 @@ def patch_apply(patch: Patches, recorder: Recorder) -> None:
 
     patch.set(Function, "apply", classmethod(apply))
     for cls in reached(Function.__subclasses__(), _subclasses):
+        if cls.__module__ == GRADIENTS_OF_OPERATORS:  # always called as `cls.apply`
+            continue
         if isinstance(vars(cls).get("forward"), staticmethod):
             _patch_forward(patch, cls, recorder)
         if "setup_context" in vars(cls):  # its forward may be inherited

@@ -31,7 +31,9 @@ class Patches(contextlib.ExitStack):
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute; `value` itself checks whether the patches are active."""
-        self.enter_context(replaced(owner, name, value))
+        # Not by `replaced`: each capture replaces some two hundred attributes.
+        self.callback(setattr, owner, name, owner.__dict__[name])
+        setattr(owner, name, value)
 
     def __call__(self, owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
         """Replace a function by the decorated one, which gets the original as its first argument."""
