@@ -5,7 +5,6 @@ Answers are conservative: a function that is not torch's own may write into each
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -64,9 +63,6 @@ def draws(node: Node, module: nn.Module | None) -> bool:
         return False
     if module is not None:
         return any(part.training for part in parts(module))
-    if operators.name_of(node) in ("lstm", "gru"):  # `training` follows `dropout`, the only float
-        known = [(rate, training) for rate, training in itertools.pairwise(node.args) if type(rate) is float]
-        return not known or all(known[0])
     if operators.name_of(node) == "scaled_dot_product_attention":
         return graph.argument(node, "dropout_p") not in (None, 0)
     return graph.argument(node, "training") is not False and 0 not in (
@@ -126,7 +122,9 @@ def _works_in_place(module: nn.Module) -> bool:
 def _written_by_function(node: Node) -> tuple[Node, ...] | None:
     target, name = node.target, graph.function_name(node)
     if Fact.STATISTICS in facts_of(node):
-        return _written_statistics(node)
+        # Outside of training, statistics are only read: the sixth argument of each such function tells.
+        evaluates = False in (node.kwargs.get("training"), *node.args[5:6])
+        return () if evaluates else tuple(node.all_input_nodes)
     if isinstance(target, OpOverload):
         return tuple(graph.nodes_in(written_arguments(target, node.args, node.kwargs)))
     if isinstance(target, OpOverloadPacket):
@@ -159,21 +157,6 @@ def _is_made_there(value: Node) -> bool:
     if Fact.VIEW in facts and Fact.SEVERAL not in facts and isinstance(first, Node):
         return _is_made_there(first)
     return Fact.NEW in facts and written_by(value, None) == ()
-
-
-def _written_statistics(node: Node) -> tuple[Node, ...]:
-    packet: Any = getattr(torch.ops.aten, graph.function_name(node), None)
-    names = graph.positional(node.target)
-    if not names and hasattr(packet, "default"):
-        names = [argument.name for argument in schema_of(packet.default).arguments]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    flag, default = ("training", False) if "training" in names else ("use_input_stats", True)
-    if not names or node.op != "call_function":
-        return tuple(node.all_input_nodes)
-    statistics = (
-        (given.get(name) for name in ("running_mean", "running_var")) if given.get(flag, default) else ()
-    )
-    return tuple(value for value in statistics if isinstance(value, Node))
 
 
 def _out(node: Node) -> tuple[Node, ...]:

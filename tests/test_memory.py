@@ -134,14 +134,13 @@ def test_writes_of_layers_into_their_own_tensors(read, call):
         lambda m, x, y: x.add(1),
         lambda m, x, y: (m.linear(x) + y).add_(1),
         lambda m, x, y: F.embedding_bag(y, x),
-        lambda m, x, y: (x * 2).add_(1),
+        lambda m, x, y: (x * 2.0).add_(1),
         lambda m, x, y: F.relu(x, inplace=False),
         lambda m, x, y: operator.and_(x, y),
         lambda m, x, y: x.__index__(),
         lambda m, x, y: torch.ops.aten.add.Tensor(x, 1),
         lambda m, x, y: m.linear(x),
-        lambda m, x, y: F.batch_norm(y, x, x),
-        lambda m, x, y: F.instance_norm(y, x, x, use_input_stats=False),
+        lambda m, x, y: F.batch_norm(y, x, x, training=False),
         lambda m, x, y: F.embedding(y, x),
     ],
 )
@@ -172,7 +171,7 @@ def test_setitem_and_modes_in_captured_graphs():
 
 
 def test_all_writers_are_listed_in_order():
-    index = index_of(lambda m, x, y: (x.add_(1), m.linear(x), x[0].mul_(2), m.act(x), (x * 1).add_(1)))
+    index = index_of(lambda m, x, y: (x.add_(1), m.linear(x), x[0].mul_(2), m.act(x), (x * 1.0).add_(1)))
     x = node(index, "x")
     assert [writer.name for writer in index.memory.writers(x)] == ["add_", "mul_", "act"]
     assert index.memory.written(x) is index.memory.writers(x)[0]
@@ -196,7 +195,7 @@ def test_containers_do_not_write_and_unknown_functions_may():
 
 
 def test_aliases():
-    index = index_of(lambda m, x, y: (x.view(-1), x + 1, m.linear(x), x.reshape(2), m.act(y)))
+    index = index_of(lambda m, x, y: (x.view(-1), x + 1.0, m.linear(x), x.reshape(2), m.act(y)))
     x = node(index, "x")
     aliases = [n.name for n in index.nodes[:-1] if index.memory.may_alias(x, n)]
     assert aliases == ["x", "y", "view", "reshape", "act"]
