@@ -1,7 +1,8 @@
 """The oracle calls a module on more than one input: what is right on the example alone is wrong."""
 
 import copy
-import dataclasses
+import itertools
+import math
 import operator
 import random
 
@@ -11,7 +12,7 @@ from torch import nn
 
 import fxopt
 from fxopt import FuseBatchNorm2dInConv2d, FuseBiasInLinear, MergeLinears, compose
-from fxopt.testing import Grade, Oracle, assert_equivalent, compare, leaves, randomise, ulps
+from fxopt.testing import Grade, Oracle, assert_equivalent, compare, randomise, ulps
 from tests.modules import module
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -32,77 +33,9 @@ class Wrapped(nn.Module):
         return self.after(x, self.layer(x))
 
 
-class Remembers(Wrapped):
-    first = None
-
-    def after(self, x, out):
-        self.first = out if self.first is None else self.first
-        return self.first
-
-
-class RemembersShapes(Wrapped):
-    def __init__(self, layer):
-        super().__init__(layer)
-        self.seen = {}
-
-    def after(self, x, out):
-        return self.seen.setdefault(x.shape, out)
-
-
-class ReusesMemory(Wrapped):
-    memory = None
-
-    def after(self, x, out):
-        if self.memory is None or self.memory.shape != out.shape:
-            self.memory = torch.empty_like(out)
-        return self.memory.copy_(out)
-
-
-class Clamps(Wrapped):
-    def after(self, x, out):
-        return out.clamp(-6, 6)
-
-
-class WritesItsInput(Wrapped):
-    def after(self, x, out):
-        x.add_(1)
-        return out
-
-
 class AddsNoise(Wrapped):
     def after(self, x, out):
         return out + random.random()
-
-
-class Coarse(Wrapped):
-    """Right to a few bits in float32, and right in float64."""
-
-    def after(self, x, out):
-        return out if out.dtype == torch.float64 else out * (1 + 3 * 2.0**-23)
-
-
-class Tuples(Wrapped):
-    def after(self, x, out):
-        return (out,)
-
-
-@pytest.mark.parametrize(
-    ("candidate", "reason"),
-    [
-        (Remembers, "with other values, output shares memory with what the module keeps"),
-        (RemembersShapes, "with other values, output shares memory with what the module keeps"),
-        (ReusesMemory, "a later call changes the result that this one returned"),
-        (Clamps, "with other values, output differs"),
-        (WritesItsInput, "writes its inputs, unlike"),
-        (Tuples, "expected a Tensor, got a tuple"),
-    ],
-)
-def test_what_is_right_on_one_call_alone_is_wrong(candidate, reason):
-    model = layer()
-    verdict = Oracle(model, [X]).judge(candidate(model))
-    assert verdict.grade is Grade.WRONG
-    with pytest.raises(AssertionError, match=reason):
-        assert_equivalent(model, candidate(model), [X])
 
 
 def test_sizes_that_a_graph_leaves_free_are_varied():
@@ -135,21 +68,6 @@ def test_a_graph_is_not_asked_for_what_it_refuses():
     oracle = Oracle(Branch(), [x], captured=copy.deepcopy(traced))
     assert oracle.judge(traced).grade is Grade.BIT_EXACT
     assert "other values" in Oracle(Branch(), [x]).probes
-
-
-def test_inputs_are_compared_after_the_call():
-    class Writes(nn.Module):
-        def __init__(self, step):
-            super().__init__()
-            self.step = step
-
-        def forward(self, x):
-            x.add_(self.step)
-            return torch.zeros(2)
-
-    assert assert_equivalent(Writes(1), Writes(1), [X.clone()]).grade is Grade.BIT_EXACT
-    with pytest.raises(AssertionError, match=r"input\[0\]\[0\] differs"):
-        assert_equivalent(Writes(1), Writes(2), [X.clone()])
 
 
 class Counts(nn.Module):
@@ -189,16 +107,16 @@ def test_a_model_that_does_not_repeat_itself_is_unstable():
 
 def test_grades():
     model = layer()
-    assert str(Oracle(model, [X]).judge(Wrapped2(model, 0))) == "bit-exact"
-    assert str(Oracle(model, [X]).judge(Wrapped2(model, 2))).startswith("within 2 ULP")
-    assert Oracle(model, [X], floor=100).judge(Wrapped2(model, 50)).grade is Grade.ULP
-    assert Oracle(model, [X]).judge(Wrapped2(model, 50)).grade is Grade.WRONG
-    assert Oracle(model, [X]).judge(Wrapped2(model, 50), tolerance=1e-4).grade is Grade.TOLERANCE
-    assert Oracle(model, [X]).judge(Wrapped2(model, 50), tolerance=1e-9).grade is Grade.WRONG
-    assert Oracle(model, [X]).judge(Wrapped2(model, 0), tolerance=1e-4).grade is Grade.BIT_EXACT
+    assert str(Oracle(model, [X]).judge(Steps(model, 0))) == "bit-exact"
+    assert str(Oracle(model, [X]).judge(Steps(model, 2))).startswith("within 2 ULP")
+    assert Oracle(model, [X], floor=100).judge(Steps(model, 50)).grade is Grade.ULP
+    assert Oracle(model, [X]).judge(Steps(model, 50)).grade is Grade.WRONG
+    assert Oracle(model, [X]).judge(Steps(model, 50), tolerance=1e-4).grade is Grade.TOLERANCE
+    assert Oracle(model, [X]).judge(Steps(model, 50), tolerance=1e-9).grade is Grade.WRONG
+    assert Oracle(model, [X]).judge(Steps(model, 0), tolerance=1e-4).grade is Grade.BIT_EXACT
 
 
-class Wrapped2(Wrapped):
+class Steps(Wrapped):
     """So many units in the last place off in float32, and right in float64."""
 
     def __init__(self, layer, steps):
@@ -229,7 +147,7 @@ def test_in_its_own_dtype_an_output_may_be_twice_as_far_off_and_no_farther():
 
 
 def test_where_the_original_overflows_the_candidate_overflows_at_the_same_places():
-    class Overflows(Wrapped2):
+    class Overflows(Steps):
         def after(self, x, out):
             return super().after(x, out) if out.dtype == torch.float64 else out / 0.0
 
@@ -241,18 +159,21 @@ def test_where_the_original_overflows_the_candidate_overflows_at_the_same_places
     assert oracle.judge(model).grade is Grade.WRONG
 
 
-def test_units_in_the_last_place():
-    one = torch.tensor([1.0, 0.0, float("nan")])
-    assert ulps(one, one.clone()) == 0
-    assert ulps(one, torch.tensor([1.0, -0.0, float("nan")])) == 1
-    assert ulps(torch.tensor([1e-45]), torch.tensor([-1e-45])) == 2
-    assert ulps(one, torch.tensor([1.0, 0.0, 1.0])) == float("inf")
-    assert (
-        ulps(torch.tensor([1.0], dtype=torch.float64), torch.tensor([1 + 2**-50], dtype=torch.float64)) == 4
-    )
-    assert ulps(torch.tensor([1.0]).bfloat16(), torch.tensor([1 + 2**-6]).bfloat16()) == 2
-    assert ulps(torch.tensor([-1e308]).double(), torch.tensor([1e308]).double()) > 2**63
-    assert ulps(torch.tensor([1]), torch.tensor([2])) == float("inf")
+@pytest.mark.parametrize(
+    ("dtype", "one", "other", "steps"),
+    [
+        (torch.float32, [1.0, 0.0, math.nan], [1.0, 0.0, math.nan], 0),
+        (torch.float32, [1.0, 0.0, math.nan], [1.0, -0.0, math.nan], 1),
+        (torch.float32, [1.0, math.nan], [1.0, 1.0], math.inf),
+        (torch.float32, [1e-45], [-1e-45], 2),
+        (torch.float64, [1.0], [1 + 2**-50], 4),
+        (torch.bfloat16, [1.0], [1 + 2**-6], 2),
+        (torch.float64, [-1e308], [1e308], 18428729675200069632),
+        (torch.int64, [1], [2], math.inf),
+    ],
+)
+def test_units_in_the_last_place(dtype, one, other, steps):
+    assert ulps(*(torch.tensor(each, dtype=dtype) for each in (one, other))) == pytest.approx(steps, 0.01)
 
 
 def test_the_fold_of_a_batch_normalisation_is_right_on_a_float32_model():
@@ -284,92 +205,24 @@ def test_a_fold_that_is_wrong_is_so_in_float32_as_well():
         assert_equivalent(model, folded, [image])
 
 
-class MyDict(dict):
-    pass
-
-
-@dataclasses.dataclass
-class Output:
-    logits: torch.Tensor
-
-
-@pytest.mark.parametrize(
-    ("expected", "actual"),
-    [
-        ([X], (X,)),
-        ({"a": X}, MyDict(a=X)),
-        ({"logits": X}, Output(X)),
-        ({1: X, "1": X + 1}, {"1": X + 1, 1: X}),
-        ({1: X}, {"1": X}),
-        ([X], {0: X}),
-        ([X, []], [X, ()]),
-        ({"a": X, "b": {}}, {"a": X, "b": None}),
-    ],
-)
-def test_containers_must_be_of_the_same_type_with_the_same_keys(expected, actual):
-    compare(expected, expected)
-    with pytest.raises(AssertionError, match="structure|expected"):
-        compare(expected, actual)
-
-
-def test_no_tensor_is_skipped_because_two_keys_read_alike():
-    assert len(dict(leaves({1: X, "1": X}))) == 2
-    assert compare({1: X, "1": X}, {1: X + 1, "1": X}).max_abs > 0.9
-    assert compare({1: X, "1": X}, {1: X, "1": X + 1}).max_abs > 0.9
-
-
-def test_a_model_output_is_no_dict():
-    from transformers import modeling_outputs as outputs
-
-    with pytest.raises(AssertionError, match="expected a BaseModelOutput, got a dict"):
-        compare(outputs.BaseModelOutput(last_hidden_state=X), {"last_hidden_state": X})
-
-
 def test_strides_are_compared_where_they_are_promised():
     image = torch.randn(2, 3, 4, 4)
     last = image.contiguous(memory_format=torch.channels_last)
     assert compare(image, last).max_abs == 0
     with pytest.raises(AssertionError, match="expected the strides"):
         compare(image, last, strides=True)
-    compare(image[:1, :1], last[:1, :1].clone(), strides=False)
-
-    class Channels(nn.Module):
-        def forward(self, x):
-            return (x + 1).contiguous(memory_format=torch.channels_last)
-
-    class Plain(nn.Module):
-        def forward(self, x):
-            return x + 1
-
-    assert Oracle(Plain(), [image]).judge(Channels()).grade is Grade.BIT_EXACT
-    assert "strides" in Oracle(Plain(), [image], strides=True).judge(Channels()).reason
+    compare(image[:1, :1], last[:1, :1].clone(), strides=True)
 
 
 def test_strides_of_views_count_and_those_of_a_model_that_varies_them_do_not():
-    class Plain(nn.Module):
-        def forward(self, x):
-            return (x + 1).transpose(0, 1)
-
-    class Copies(nn.Module):
-        def forward(self, x):
-            return (x + 1).transpose(0, 1).contiguous()
-
-    class Varies(nn.Module):
-        calls = 0
-
-        def forward(self, x):
-            self.calls += 1
-            return (x + 1).transpose(0, 1).contiguous() if self.calls % 3 == 1 else (x + 1).transpose(0, 1)
-
-    assert "output: expected the strides" in Oracle(Plain(), [X], strides=True).judge(Copies()).reason
-    assert Oracle(Plain(), [X], strides=True).judge(Plain()).grade is Grade.BIT_EXACT
-    assert Oracle(Varies(), [X], strides=True).judge(Copies()).grade is Grade.BIT_EXACT
-
-
-def test_numbers_that_are_nan_in_both_are_equal():
-    compare((X, float("nan")), (X, float("nan")))
-    with pytest.raises(AssertionError, match="expected nan, got 1"):
-        compare((X, float("nan")), (X, 1.0))
+    calls = itertools.count()
+    view = module(lambda m, x: (x + 1).t())
+    copies = module(lambda m, x: (x + 1).t().contiguous())
+    varies = module(lambda m, x: (x + 1).t().contiguous() if next(calls) % 3 == 0 else (x + 1).t())
+    assert "output: expected the strides" in Oracle(view, [X], strides=True).judge(copies).reason
+    assert Oracle(view, [X], strides=True).judge(view).grade is Grade.BIT_EXACT
+    assert Oracle(view, [X]).judge(copies).grade is Grade.BIT_EXACT
+    assert Oracle(varies, [X], strides=True).judge(copies).grade is Grade.BIT_EXACT
 
 
 @pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -1e30, -1e9])
@@ -426,11 +279,6 @@ def test_gradients_that_are_cut_are_seen_in_training(candidate: nn.Module, reaso
     assert Oracle(model.eval(), [torch.randn(4, 3)]).judge(candidate).grade is Grade.BIT_EXACT
 
 
-class Root(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.sqrt()
-
-
 class Average(nn.Module):
     """Keeps an average in a buffer, and does not say that it needs no gradients."""
 
@@ -449,13 +297,10 @@ class ByMode(nn.Module):
         return {"a": x * 2} if torch.is_grad_enabled() else {"a": x * 2, "b": x}
 
 
-class OtherByMode(ByMode):
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"b": x * 2} if torch.is_grad_enabled() else {"a": x * 2, "b": x}
-
-
 def test_infinite_gradients_are_alike() -> None:
-    assert Oracle(Root(), [torch.tensor([0.0, 4.0])]).judge(nn.Sequential(Root())).grade.passes
+    root = module(lambda m, x: x.sqrt())
+    oracle = Oracle(root, [torch.tensor([0.0, 4.0])], gradients=True)
+    assert oracle.judge(nn.Sequential(root)).grade is Grade.BIT_EXACT
 
 
 def test_buffers_hold_no_graph_after_gradients_were_compared() -> None:
@@ -473,14 +318,13 @@ def test_a_graph_for_calls_without_gradients_is_judged_by_its_outputs() -> None:
     with torch.no_grad():
         traced = fxopt.trace(ByMode(), (x,))
     assert Oracle(ByMode(), [x]).judge(traced).grade is Grade.BIT_EXACT
-    assert "output.a gives no gradients" in Oracle(ByMode(), [x]).judge(OtherByMode()).reason
 
 
 def test_a_module_without_weights_is_its_own_in_float64() -> None:
-    module = Root()
-    oracle = Oracle(module, [torch.rand(4)], float64=module)
+    root = module(lambda m, x: x.sqrt())
+    oracle = Oracle(root, [torch.rand(4)], float64=root)
     assert oracle.expected[0].output.dtype is torch.float32
-    assert oracle.judge(module, module).grade is Grade.BIT_EXACT
+    assert oracle.judge(root, root).grade is Grade.BIT_EXACT
 
 
 def test_a_lower_precision_may_keep_written_buffers_in_its_dtype():
