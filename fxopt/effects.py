@@ -9,7 +9,6 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import Node
 

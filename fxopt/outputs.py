@@ -130,8 +130,7 @@ def entries(value: object) -> list[tuple[str, object]] | None:
     if isinstance(value, type | nn.Module) or (callable(value) and not any(True for _ in tensors_in(value))):
         return None
     if hasattr(value, "__dict__") or is_open(value) or dataclasses.is_dataclass(value):  # such as a cache
-        named = vars(value) if hasattr(value, "__dict__") else attributes(value)
-        return [(f".{key}", item) for key, item in named.items()]
+        return [(f".{key}", item) for key, item in attributes(value).items()]
     return None
 
 
