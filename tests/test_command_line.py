@@ -144,11 +144,9 @@ def test_doctor_tells_what_works(call: Any, monkeypatch: pytest.MonkeyPatch) -> 
         (["trace", f"{HERE}:leaves"], 2, "error: .*leaves\\(\\) raises SystemExit: 3"),
         (["trace", f"{HERE}:Two"], 2, "--input NAME=2,3 for each argument"),
         (["trace", f"{HERE}:Two", "--input", "x=2,many"], 2, "write it as x=2,3 or ids=2,16:int64"),
-        (["trace", f"{HERE}:Two", "--input", "x=-1,4"], 2, "write it as x=2,3 or ids=2,16:int64"),
         (["trace", f"{HERE}:Two", "--input", "x=2,4:quint8"], 2, "write it as x=2,3 or ids=2,16:int64"),
         (["trace", f"{HERE}:Two", "--input", "x=2,4", "--draw", "two.png"], 2, "two.png: .svg or .dot"),
         (["trace", f"{HERE}:Three"], 2, "has no function or class 'Three'"),
-        (["trace", f"{HERE}:with_inputs.__name__"], 2, "has no function or class"),
         (["trace", "nowhere:Model"], 2, "nowhere cannot be imported"),
         (["trace", "Two"], 2, "a model is named package.module:factory"),
         (
@@ -177,7 +175,6 @@ def test_doctor_tells_what_works(call: Any, monkeypatch: pytest.MonkeyPatch) -> 
             "missing 2 required positional arguments.*; name a function of your own",
         ),
         (["trance"], 2, "invalid choice: 'trance' .*trace.*validate.*; see `fxopt --help`"),
-        ([], 2, "the following arguments are required: COMMAND; see `fxopt --help`"),
         (["trace", "net", "--zoo", "nowhere.yaml"], 2, "nowhere.yaml: no such file"),
     ],
 )

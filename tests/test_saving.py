@@ -4,6 +4,7 @@ import collections
 import copy
 import dataclasses
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -212,7 +213,13 @@ class Laid(nn.Module):
         self.conv = nn.Conv2d(1, 2, 3).to(memory_format=torch.channels_last)
 
     def forward(self, x):
-        sums = self.whole.sum() + self.part.sum() + self.again.sum() + self.nothing.sum() + self.conv.weight.sum()
+        sums = (
+            self.whole.sum()
+            + self.part.sum()
+            + self.again.sum()
+            + self.nothing.sum()
+            + self.conv.weight.sum()
+        )
         return sums + x @ self.across + x.sum() * self.one.sum(), x * self.turned, self.wide
 
 
@@ -415,18 +422,22 @@ assert len(fxopt.history(gm)) == 1 and fxopt.history(fxopt.undo(gm)) == ()
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
 
 
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def test_a_saved_folder_is_replaced_and_is_the_same_each_time(tmp_path):
     first, second = (fxopt.trace(nn.Linear(4, n), (X,)) for n in (2, 3))
-    fxopt.save(first, tmp_path / "a" / "b")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "a" / "b").iterdir()}
-    fxopt.save(second, tmp_path / "a" / "b")
-    assert fxopt.load(tmp_path / "a" / "b")(X).shape == (3, 3)
-    fxopt.save(first, str(tmp_path / "a" / "b"))
-    assert {path.name: path.read_bytes() for path in (tmp_path / "a" / "b").iterdir()} == before
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
-    made = fxopt.load(tmp_path / "a" / "b")
-    fxopt.save(made, tmp_path / "a" / "b")  # over the files that it came from
-    assert torch.equal(fxopt.load(tmp_path / "a" / "b")(X), first(X))
+    folder = tmp_path / "a" / "b"
+    fxopt.save(first, folder)
+    before = contents(folder)
+    fxopt.save(second, folder)
+    assert fxopt.load(folder)(X).shape == (3, 3)
+    fxopt.save(first, str(folder))
+    assert contents(folder) == before
+    assert os.listdir(folder.parent) == ["b"]
+    fxopt.save(fxopt.load(folder), folder)  # over the files that it came from
+    assert torch.equal(fxopt.load(folder)(X), first(X))
 
 
 def test_the_weights_go_to_a_device(tmp_path):

@@ -328,11 +328,9 @@ EDITS = {
         "fxopt.packing._unpacked, which is neither",
     ),
     "kind": (argument({"pickle": "gASVAAAA"}), "a value of the kind 'pickle'"),
-    "two kinds": (argument({"node": "x", "float": "nan"}), "ValueError: too many values"),
     "no parts": (argument({"bytes": 10**12}), "a value of the kind 'bytes'"),
     "operation": (method(op="root"), "a node of the kind 'root'"),
     "name of a node in a set": (argument({"set": [{"node": CODE}]}), 'the name "__import__'),
-    "a later node": (argument({"node": "output"}), "KeyError: 'output'"),
     "twice": (
         lambda d: d["modules"][0]["nodes"].append(dict(d["modules"][0]["nodes"][0])),
         "the name of another node",
@@ -360,19 +358,9 @@ EDITS = {
         "a hook, or what torch.fx derives",
     ),
     "members among the attributes": (attributes(_modules={"dict": []}), "a hook, or what torch.fx derives"),
-    "guard without its checks": (
-        lambda d: next(m for m in d["modules"] if m["class"].endswith("InputGuard")).update(
-            attributes={"_formulas": {"dict": []}, "training": False}
-        ),
-        "KeyError: 'inputs'",
-    ),
     "name of a child": (
         lambda d: d["modules"][0]["children"].update({"__class__": {"module": 1}}),
         "the path '__class__'",
-    ),
-    "child that is not there": (
-        lambda d: d["modules"][0]["children"].update(dense={"module": 99}),
-        "IndexError",
     ),
     "child that is a function": (
         lambda d: d["modules"][0]["children"].update(dense={"name": "torch.add"}),
@@ -387,11 +375,9 @@ EDITS = {
     "steps": (root(steps=[3]), "a step of something else than a pass"),
     "configuration": (attributes(config={"config": ["os.system", {"dict": []}]}), "not in `trusted`"),
     "strides": (weight(stride=[400, 1]), "out of bounds"),
-    "size": (weight(shape=[4, 5]), "out of bounds"),
     "dtype": (weight(dtype="torch.float64"), "dense.weight is torch.float32, not torch.float64"),
     "device": (weight(device="nowhere:0"), "'nowhere:0', which is not available here"),
     "class name": (root(name=CODE), 'the name "__import__'),
-    "no modules": (lambda d: d.update(modules=[]), "IndexError"),
 }
 
 
@@ -572,6 +558,9 @@ def refused_modules():
     meta.dense.weight = nn.Parameter(torch.empty(4, 4, device="meta"))
     sparse.register_buffer("mask", torch.eye(3).to_sparse())
     nn.utils.parametrizations.weight_norm(parametrized.dense)
+    named = small()
+    named.register_buffer("two words", torch.ones(2))
+    named.graph.output_node().prepend(named.graph.get_attr("two words"))
     function = small()
     next(n for n in function.graph.nodes if n.op == "call_function").target = Small
     method = small()
@@ -594,7 +583,9 @@ def refused_modules():
             fxopt.trace(Custom(), (X,)),
             r"tests.capture.test_modes.Cube, which is neither .*give it in `trusted`",
         ),
+        "name": (named, r"the path 'two words', .* Rename the module, tensor or attribute"),
         "no graph": (Small(), r"a Small is no graph module: capture it first"),
+        "no module": (None, r"a NoneType is no graph module: capture it first"),
         "exported": (
             torch.export.export(Small(), (X,)).module(),
             r"_StatefulGraphModule, which is neither|other code, as where torch.export",
@@ -683,25 +674,6 @@ def test_weights_that_are_no_safetensors(folder):
         fxopt.load(folder)
 
 
-@pytest.mark.parametrize("given", [5, None, "model"])
-def test_what_is_no_module_is_named(given, tmp_path):
-    with pytest.raises(
-        fxopt.SaveError, match=f"a {type(given).__name__} is no graph module: capture it first"
-    ):
-        fxopt.save(given, tmp_path / "saved")
-
-
-def test_a_name_that_cannot_be_saved_is_to_be_renamed(tmp_path):
-    model = nn.Module()
-    model.register_buffer("two words", torch.ones(2))
-    graph = torch.fx.Graph()
-    graph.output(graph.get_attr("two words"))
-    with pytest.raises(
-        fxopt.SaveError, match=r"the path 'two words', .* Rename the module, tensor or attribute"
-    ):
-        fxopt.save(torch.fx.GraphModule(model, graph), tmp_path / "saved")
-
-
 @pytest.mark.parametrize("at", FILES)
 def test_a_folder_that_is_saved_anew_while_it_is_read_is_read_whole(at, tmp_path, monkeypatch):
     first, second = (fxopt.trace(nn.Linear(2, 2), (torch.ones(1, 2),)) for _ in range(2))
@@ -745,15 +717,10 @@ def test_a_device_that_is_not_there_is_named(folder):
     assert fxopt.load(folder, device="cpu")(X).shape == (3, 4)
 
 
-@pytest.mark.parametrize("kind", ["Tensor", CODE, {"node": CODE}, {"module": 0}])
-def test_the_type_of_a_node_is_one_of_few(kind, folder, monkeypatch):
+def test_the_type_of_a_node_is_one_of_few(folder, monkeypatch):
     monkeypatch.setattr(os, "system", lambda command: pytest.fail("it ran a command"))
-    change(folder, lambda d: node(d, "placeholder").update(type=kind))
-    if isinstance(kind, dict):
-        with pytest.raises(fxopt.LoadError, match="unhashable"):
-            fxopt.load(folder)
-    else:
-        assert CODE not in fxopt.load(folder).code
+    change(folder, lambda d: node(d, "placeholder").update(type=CODE))
+    assert CODE not in fxopt.load(folder).code
 
 
 class Raises(nn.Linear):
