@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import os.path
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 import torch
@@ -66,9 +65,10 @@ def draw(graph_module: GraphModule, *, depth: int | None = None, format: str = "
     if depth is not None and depth < 0:
         raise ValueError(f"depth is {depth}; it must not be negative")
     find_record(graph_module)
-    lines, boxes = _boxes(graph_module, depth)
+    drawn, boxes = [node for node in graph_module.graph.nodes if not _is_left_out(node)], dict[Node, str]()
     name = _quoted(type(graph_module).__name__)
-    body = "".join(f"  {line}\n" for line in (*lines, *_arrows(boxes)))
+    lines = [*_frames(graph_module, drawn, depth, boxes), *_arrows(boxes)]
+    body = "".join(f"  {line}\n" for line in lines)
     source = f"digraph {name} {{\n{_STYLE}{body}}}\n"
     return source if format == "dot" else _rendered(source)
 
@@ -86,29 +86,37 @@ def _rendered(source: str) -> str:
     return run.stdout.decode()
 
 
-def _boxes(graph_module: GraphModule, depth: int | None) -> tuple[list[str], dict[Node, str]]:
-    """Return the lines of frames and boxes, and the box of each drawn node; the nodes of one module call share a frame."""
-    lines, boxes = list[str](), dict[Node, str]()
-    opened: _Stack = ()
-    drawn = [node for node in graph_module.graph.nodes if not _is_left_out(node)]
-    for stack, group in itertools.groupby(drawn, key=lambda n: _stack(n, depth)):
-        nodes, frames = list(group), stack[:depth]
-        shared = len(os.path.commonprefix([opened, frames]))  # noqa: RUF071 - of pairs, not of paths
-        lines += "}" * (len(opened) - shared)
-        for level in range(shared, len(frames)):
-            title, color = _title(stack, level), _LEVELS[level % len(_LEVELS)]
-            lines.append(f'subgraph "cluster_{len(lines)}" {{ label={title} fillcolor="{color}"')
-        opened = frames
-        for part in [nodes] if stack != frames else ([node] for node in nodes):
-            name, (label, tooltip, color) = part[0].name, _appearance(part[0], graph_module)
-            if stack != frames:
-                tooltip = f"{stack[-1][0]}: {len(nodes)} nodes"
-                name, label, color = f"{stack[-1][0]} {name}", _title(stack, len(frames)), _COLLAPSED
-            boxes |= dict.fromkeys(part, name)
-            border = ' color="#dc2626" penwidth=2.5' if any(MARKS in node.meta for node in part) else ""
-            facts = f'label={label} tooltip={_quoted(tooltip)} fillcolor="{color}"{border}'
-            lines.append(f"{_quoted(name)} [{facts}]")
-    return [*lines, *"}" * len(opened)], boxes
+def _frames(
+    graph_module: GraphModule,
+    nodes: Sequence[Node],
+    depth: int | None,
+    boxes: dict[Node, str],
+    level: int = 0,
+) -> Iterator[str]:
+    """Yield the lines of frames and boxes of nodes in one module; add the box of each node to `boxes`."""
+    for stack, group in itertools.groupby(nodes, key=lambda node: _stack(node)[: level + 1]):
+        inside = list(group)
+        if len(stack) <= level:  # nodes of the module itself
+            for node in inside:
+                yield _box([node], boxes, node.name, *_appearance(node, graph_module))
+        elif level == depth:
+            path = stack[-1][0]
+            tooltip = f"{path}: {len(inside)} nodes"
+            yield _box(inside, boxes, f"{path} {inside[0].name}", _title(stack), tooltip, _COLLAPSED)
+        else:
+            name, color = f"cluster_{level} {inside[0].name}", _LEVELS[level % len(_LEVELS)]
+            yield f'subgraph "{name}" {{ label={_title(stack)} fillcolor="{color}"'
+            yield from _frames(graph_module, inside, depth, boxes, level + 1)
+            yield "}"
+
+
+def _box(
+    nodes: Sequence[Node], boxes: dict[Node, str], name: str, label: str, tooltip: str, color: str
+) -> str:
+    """Return the line of a box, and add the box of its nodes to `boxes`."""
+    boxes |= dict.fromkeys(nodes, name)
+    border = ' color="#dc2626" penwidth=2.5' if any(MARKS in node.meta for node in nodes) else ""
+    return f'{_quoted(name)} [label={label} tooltip={_quoted(tooltip)} fillcolor="{color}"{border}]'
 
 
 def _is_left_out(node: Node) -> bool:
@@ -119,13 +127,12 @@ def _is_left_out(node: Node) -> bool:
     return node.target is getattr or node.target == "size"
 
 
-def _stack(node: Node, depth: int | None) -> _Stack:
-    """The modules around a node, outermost first, without the root, the layer that the node calls, and levels below `depth`."""
+def _stack(node: Node) -> _Stack:
+    """The modules around a node, outermost first, without the root and the layer that the node calls."""
     entries = (node.meta.get("nn_module_stack") or {}).values()
     called = node.target if node.op == "call_module" else ""
     named = ((path, str(getattr(kind, "__qualname__", kind))) for path, kind in entries)
-    stack = tuple((path, name.rpartition(".")[2]) for path, name in named if path not in ("", called))
-    return stack if depth is None else stack[: depth + 1]
+    return tuple((path, name.rpartition(".")[2]) for path, name in named if path not in ("", called))
 
 
 def _arrows(boxes: Mapping[Node, str]) -> Iterable[str]:
@@ -167,9 +174,10 @@ def _shape(node: Node) -> str:
     return f"{dtype} {sizes}".removeprefix("torch.").removeprefix("float32 ")
 
 
-def _title(stack: _Stack, level: int) -> str:
-    """The label of a module: its name in the module around it, and its class."""
-    (path, kind), outer = stack[level], stack[level - 1][0] if level else ""
+def _title(stack: _Stack) -> str:
+    """The label of the last module of a stack: its name in the module around it, and its class."""
+    path, kind = stack[-1]
+    outer = stack[-2][0] if len(stack) > 1 else ""
     return _html(path.removeprefix(f"{outer}."), kind)
 
 
