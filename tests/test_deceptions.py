@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.testing import Grade, Oracle, Verdict, randomise
+from tests.modules import module
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 
@@ -364,41 +365,28 @@ def test_other_ways_to_the_same_values_are_right(name: str) -> None:
 
 
 def test_nan_is_asked_of_models_that_answer_alone():
-    class Refuses(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if x.isnan().any():
-                raise ValueError("no numbers")
-            return x + 1
+    def refuses(layer: nn.Module, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise ValueError("no numbers")
+        return x + 1
 
-    class Masks(nn.Module):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            assert ((mask == 0) | (mask == 1)).all()
-            return x.masked_fill(mask == 0, 0)
+    def masks(layer: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+        assert ((mask == 0) | (mask == 1)).all()
+        return x.masked_fill(mask == 0, 0)
 
-    class Looks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(9, 4)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.table(ids)
-
-    assert Oracle(Refuses(), [X]).probes == ("the given inputs", "other values")
-    assert "NaN and infinities" in Oracle(Masks(), [X, (X > 0).float()]).probes
-    assert Oracle(Looks(), [torch.arange(9)]).probes == ("the given inputs", "other values")
-
-
-class Lengths(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.sum(0) / x.shape[0]).sum(0) + (x.sum(1) / x.shape[1]).sum(0) * 2
+    assert Oracle(Does(refuses), [X]).probes == ("the given inputs", "other values")
+    assert "NaN and infinities" in Oracle(Does(masks), [X, (X > 0).float()]).probes
+    looks = Does(lambda layer, ids: F.embedding(ids, TABLE))
+    assert Oracle(looks, [torch.arange(8)]).probes == ("the given inputs", "other values")
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_free_sizes_that_are_equal_in_the_example_are_told_apart(tied):
+    model = module(lambda m, x: (x.sum(0) / x.shape[0]).sum(0) + (x.sum(1) / x.shape[1]).sum(0) * 2)
     inputs = [torch.randn(4, 4, 3)]
     free = {"x": {0: torch.export.Dim("a"), 1: torch.export.Dim("b")}}
-    traced = fxopt.trace(Lengths(), inputs, dynamic_shapes=free)
-    oracle = Oracle(Lengths(), inputs, captured=copy.deepcopy(traced))
+    traced = fxopt.trace(model, inputs, dynamic_shapes=free)
+    oracle = Oracle(model, inputs, captured=copy.deepcopy(traced))
     assert oracle.judge(traced).grade is Grade.BIT_EXACT
     one, other = traced.graph.find_nodes(op="call_function", target=operator.truediv)
     sizes = one.args[1], other.args[1]
@@ -410,13 +398,10 @@ def test_free_sizes_that_are_equal_in_the_example_are_told_apart(tied):
 
 
 def test_a_batch_of_one_is_asked_where_it_is_allowed():
-    class Flat(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.sum(1, keepdim=True).squeeze(1) * 2
-
+    flat = module(lambda m, x: x.sum(1, keepdim=True).squeeze(1) * 2)
     free = {"x": {0: torch.export.Dim("batch")}}
-    traced = fxopt.trace(Flat(), (X,), dynamic_shapes=free)
-    oracle = Oracle(Flat(), [X], captured=copy.deepcopy(traced))
+    traced = fxopt.trace(flat, (X,), dynamic_shapes=free)
+    oracle = Oracle(flat, [X], captured=copy.deepcopy(traced))
     assert oracle.judge(traced).grade is Grade.BIT_EXACT
     (squeeze,) = traced.graph.find_nodes(op="call_method", target="squeeze")
     squeeze.args = squeeze.args[:1]
@@ -463,15 +448,10 @@ def test_memory_that_an_output_shares(right, wrong, reason):
     assert reason.replace("shares memory", "shares no memory") in lost or "expected the strides" in lost
 
 
-class Two(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return x - y
-
-
 def test_inputs_stay_in_their_order():
-    inputs = {"x": X, "y": X + 1}
-    traced = fxopt.trace(Two(), kwargs=inputs)
-    oracle = Oracle(Two(), kwargs=inputs, captured=copy.deepcopy(traced))
+    inputs, two = {"x": X, "y": X + 1}, module(lambda m, x, y: x - y)
+    traced = fxopt.trace(two, kwargs=inputs)
+    oracle = Oracle(two, kwargs=inputs, captured=copy.deepcopy(traced))
     assert oracle.judge(traced).grade is Grade.BIT_EXACT
     first, second = traced.graph.find_nodes(op="placeholder")
     first.prepend(second)
@@ -487,20 +467,12 @@ def test_a_wider_capture_is_no_deception():
         assert Oracle(fixed, [X[:, :4]]).judge(wider).grade.passes
 
 
-class Both(nn.Module):
-    def __init__(self, copies):
-        super().__init__()
-        self.copies = copies
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = x + 1
-        return y, y.t().clone(memory_format=torch.preserve_format) if self.copies else y.t()
-
-
 def test_views_that_become_tensors_are_wrong_but_for_other_values():
-    oracle = Oracle(Both(False), [X], strides=True)
-    assert "shares no memory" in oracle.judge(Both(True)).reason
-    assert oracle.fault(oracle.observe(Both(True))) == ""
+    views = Does(lambda layer, x: (y := x + 1, y.t()))
+    copies = Does(lambda layer, x: (y := x + 1, y.t().clone(memory_format=torch.preserve_format)))
+    oracle = Oracle(views, [X], strides=True)
+    assert "shares no memory" in oracle.judge(copies).reason
+    assert oracle.fault(oracle.observe(copies)) == ""
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e5])
@@ -593,18 +565,10 @@ def test_outputs_of_every_kind_are_compared(make: Callable[[Tensor], Any]) -> No
     assert "differs by" in wrong.reason
 
 
-class Shifted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.layer(x + 2)
-
-
 def test_a_layer_with_one_new_weight_has_other_gradients():
     """The bias of the rewritten layer holds `2 * weight`, of which the weight gets no gradient."""
-    model, x = Shifted().double().eval(), torch.randn(3, 4, dtype=torch.float64)
+    model = module(lambda m, x: m.layer(x + 2), layer=nn.Linear(4, 4)).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
     folded = fxopt.FoldScaleAndShift()(fxopt.trace(model, (x,)))
     assert len(folded.graph.find_nodes(op="call_module", target="layer")) == 1
     assert Oracle(model, (x,), float64=model, gradients=True).judge(folded, folded).grade.passes

@@ -9,6 +9,7 @@ from torch import nn
 
 import fxopt
 from fxopt.graph_index import GraphIndex
+from tests.modules import module
 
 
 class Function(nn.Module):
@@ -202,17 +203,9 @@ def test_aliases():
 
 
 def test_buffers_share_memory_by_storage():
-    class Buffers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Parameter(torch.zeros(4))
-            self.b = nn.Parameter(self.a.detach()[1:])
-            self.c = nn.Parameter(torch.zeros(4))
-
-        def forward(self):
-            return self.a, self.b, self.c
-
-    index = GraphIndex(torch.fx.symbolic_trace(Buffers()))
+    whole, other = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+    part = nn.Parameter(whole.detach()[1:])
+    index = GraphIndex(torch.fx.symbolic_trace(module(lambda m: (m.a, m.b, m.c), a=whole, b=part, c=other)))
     a, b, c = index.nodes[:3]
     assert index.memory.may_alias(a, b)
     assert not index.memory.may_alias(a, c)
@@ -268,18 +261,13 @@ def test_two_views_of_one_free_size_share_no_memory():
 
 
 def test_an_index_is_not_viewed_and_what_tensors_choose_is_a_copy():
-    class Chooses(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.start = nn.Parameter(torch.randn(5))
+    def chooses(m, x, tags):
+        score = m.start[tags]
+        score += x
+        return score, x[1:]
 
-        def forward(self, x, tags):
-            score = self.start[tags]
-            score += x
-            row = x[1:]
-            return score, row
-
-    traced = fxopt.trace(Chooses(), (torch.randn(3), torch.tensor([0, 1, 2])))
+    model = module(chooses, start=nn.Parameter(torch.randn(5)))
+    traced = fxopt.trace(model, (torch.randn(3), torch.tensor([0, 1, 2])))
     index = GraphIndex(traced)
     x, tags = traced.graph.find_nodes(op="placeholder")
     (start,) = traced.graph.find_nodes(op="get_attr")
@@ -301,15 +289,10 @@ def test_a_tensor_of_one_element_chooses_from_a_list_and_copies_nothing():
 
 
 def test_a_check_writes_nothing():
-    class Checks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.which = torch.tensor([True, False, True])
+    def checks(m, x):
+        return torch.stack([x[:, i] * 2 if f else x[:, i] for i, f in enumerate(m.which)], 1)
 
-        def forward(self, x):
-            return torch.stack([x[:, i] * 2 if f else x[:, i] for i, f in enumerate(self.which)], 1)
-
-    traced = fxopt.trace(Checks(), (torch.randn(2, 3),))
+    traced = fxopt.trace(module(checks, which=torch.tensor([True, False, True])), (torch.randn(2, 3),))
     index = GraphIndex(traced)
     assert not any(index.memory.written(node) for node in traced.graph.nodes)
 

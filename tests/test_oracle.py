@@ -39,11 +39,8 @@ class AddsNoise(Wrapped):
 
 
 def test_sizes_that_a_graph_leaves_free_are_varied():
-    class Mean(nn.Module):
-        def forward(self, x, mask):
-            return (x * mask[..., None]).sum(1) / x.shape[1]
-
-    model, inputs = Mean(), {"x": torch.randn(2, 16, 4), "mask": torch.ones(2, 16)}
+    model = module(lambda m, x, mask: (x * mask[..., None]).sum(1) / x.shape[1])
+    inputs = {"x": torch.randn(2, 16, 4), "mask": torch.ones(2, 16)}
     batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
     free = {"x": {0: batch, 1: length}, "mask": {0: batch, 1: length}}
     traced = fxopt.trace(model, kwargs=inputs, dynamic_shapes=free)
@@ -59,15 +56,12 @@ def test_sizes_that_a_graph_leaves_free_are_varied():
 
 
 def test_a_graph_is_not_asked_for_what_it_refuses():
-    class Branch(nn.Module):
-        def forward(self, x):
-            return x * 2 if x.sum() > 0 else x * 3
-
+    branch = module(lambda m, x: x * 2 if x.sum() > 0 else x * 3)
     x = X.abs()
-    traced = fxopt.trace(Branch(), (x,), specialize=True)
-    oracle = Oracle(Branch(), [x], captured=copy.deepcopy(traced))
+    traced = fxopt.trace(branch, (x,), specialize=True)
+    oracle = Oracle(branch, [x], captured=copy.deepcopy(traced))
     assert oracle.judge(traced).grade is Grade.BIT_EXACT
-    assert "other values" in Oracle(Branch(), [x]).probes
+    assert "other values" in Oracle(branch, [x]).probes
 
 
 class Counts(nn.Module):
@@ -216,20 +210,15 @@ def test_strides_of_views_count_and_those_of_a_model_that_varies_them_do_not():
 
 @pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -1e30, -1e9])
 def test_the_filling_of_masked_places_hides_no_error(fill):
-    class Masked(nn.Module):
-        def __init__(self, layer, off=0.0):
-            super().__init__()
-            self.layer, self.off = layer, off
-
-        def forward(self, x, mask):
-            return (self.layer(x) + self.off).masked_fill(mask == 0, fill)
+    def masked(off=0.0):
+        return module(lambda m, x, mask: (m.layer(x) + off).masked_fill(mask == 0, fill), layer=layer)
 
     layer, mask = nn.Linear(4, 6), torch.ones(3, 6)
     mask[1, 4:] = 0
-    oracle = Oracle(Masked(layer), [torch.randn(3, 4), mask])
-    assert oracle.judge(Masked(layer)).grade is Grade.BIT_EXACT
-    assert oracle.judge(Masked(layer, 1e-7)).grade is Grade.WRONG
-    verdict = oracle.judge(Masked(layer, 1e-12))
+    oracle = Oracle(masked(), [torch.randn(3, 4), mask])
+    assert oracle.judge(masked()).grade is Grade.BIT_EXACT
+    assert oracle.judge(masked(1e-7)).grade is Grade.WRONG
+    verdict = oracle.judge(masked(1e-12))
     assert verdict.grade.passes, verdict
 
 
@@ -268,24 +257,6 @@ def test_gradients_that_are_cut_are_seen_in_training(candidate: nn.Module, reaso
     assert Oracle(model.eval(), [torch.randn(4, 3)]).judge(candidate).grade is Grade.BIT_EXACT
 
 
-class Average(nn.Module):
-    """Keeps an average in a buffer, and does not say that it needs no gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.zeros(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x - self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
-
-
-class ByMode(nn.Module):
-    """Gives one more output where no gradients are recorded."""
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"a": x * 2} if torch.is_grad_enabled() else {"a": x * 2, "b": x}
-
-
 def test_infinite_gradients_are_alike() -> None:
     root = module(lambda m, x: x.sqrt())
     oracle = Oracle(root, [torch.tensor([0.0, 4.0])], gradients=True)
@@ -293,9 +264,11 @@ def test_infinite_gradients_are_alike() -> None:
 
 
 def test_buffers_hold_no_graph_after_gradients_were_compared() -> None:
-    model = Average().double()
+    """The module writes an average into a buffer, and does not say that the average needs no gradients."""
+    average = nn.Buffer(torch.zeros(3, dtype=torch.float64))
+    model = module(lambda m, x: x - m.average.mul_(0.9).add_(x.mean(0), alpha=0.1), average=average)
     candidate = copy.deepcopy(model)
-    oracle = Oracle(model, [torch.randn(4, 3, dtype=torch.float64)], float64=model)
+    oracle = Oracle(model, [torch.randn(4, 3, dtype=torch.float64)], float64=model, gradients=True)
     assert oracle.judge(candidate, candidate).grade is Grade.BIT_EXACT
     for each in (model, candidate):
         assert not each.average.requires_grad
@@ -304,9 +277,10 @@ def test_buffers_hold_no_graph_after_gradients_were_compared() -> None:
 
 def test_a_graph_for_calls_without_gradients_is_judged_by_its_outputs() -> None:
     x = torch.randn(2)
+    by_mode = module(lambda m, x: {"a": x * 2} if torch.is_grad_enabled() else {"a": x * 2, "b": x})
     with torch.no_grad():
-        traced = fxopt.trace(ByMode(), (x,))
-    assert Oracle(ByMode(), [x]).judge(traced).grade is Grade.BIT_EXACT
+        traced = fxopt.trace(by_mode, (x,))
+    assert Oracle(by_mode, [x], gradients=True).judge(traced).grade is Grade.BIT_EXACT
 
 
 def test_a_module_without_weights_is_its_own_in_float64() -> None:
@@ -367,22 +341,9 @@ def test_graphs_print_no_errors_that_probes_are_to_raise(capsys):
     assert "Call using an FX-traced Module" not in capsys.readouterr().err
 
 
-class NamesItsDtype(nn.Module):
-    """Returns its dtype beside a tensor, as the layers of a cache hold it."""
-
-    def __init__(self, dtype=None):
-        super().__init__()
-        self.layer, self.dtype = nn.Linear(4, 4), dtype
-
-    def forward(self, x):
-        y = self.layer(x)
-        return y, self.dtype or y.dtype
-
-
 def test_an_output_may_name_the_dtype_in_which_it_was_computed():
-    reference, x = randomise(NamesItsDtype()), torch.randn(2, 4)
-    assert assert_equivalent(reference, copy.deepcopy(reference), (x,)).grade.passes
-    other = NamesItsDtype(torch.float16)
-    other.load_state_dict(reference.state_dict())
+    layer = randomise(nn.Linear(4, 4))
+    reference = module(lambda m, x: (m.layer(x), m.layer(x).dtype), layer=layer)
+    assert assert_equivalent(reference, copy.deepcopy(reference), (X,)).grade.passes
     with pytest.raises(AssertionError, match="dtype|float"):
-        assert_equivalent(reference, other, (x,))
+        assert_equivalent(reference, module(lambda m, x: (m.layer(x), torch.float16), layer=layer), (X,))

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import fxopt
 from fxopt.testing import Oracle, assert_equivalent, assert_round_trip, compare, leaves, randomise
+from tests.modules import module
 
 X = torch.randn(3, 4)
 
@@ -89,12 +90,8 @@ def test_given_float64_modules_are_used():
 
 
 def test_inputs_and_random_numbers_are_the_same_for_both():
-    class Writes(nn.Module):
-        def forward(self, x):
-            return x.add_(torch.rand(4))
-
-    x = X.clone()
-    assert assert_equivalent(Writes(), Writes(), kwargs={"x": x}).own.max_abs < 1e-6
+    writes, x = module(lambda m, x: x.add_(torch.rand(4))), X.clone()
+    assert assert_equivalent(writes, copy.deepcopy(writes), kwargs={"x": x}).own.max_abs < 1e-6
     assert torch.equal(x, X)
 
 
@@ -321,32 +318,18 @@ def test_randomise_is_the_same_in_every_dtype():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_outputs_that_are_finite_nowhere_prove_nothing(value):
-    class Fills(nn.Module):
-        def __init__(self, factor):
-            super().__init__()
-            self.factor = factor
-
-        def forward(self, x):
-            return x * self.factor * value
-
     x = torch.ones(2, 3)
     with pytest.raises(AssertionError, match="NaN or infinite everywhere, so nothing was compared"):
-        assert_equivalent(Fills(1.0), Fills(2.0), [x])
-
-
-class ReadsItsDtype(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(x).clamp(min=torch.finfo(self.linear.weight.dtype).min)
+        assert_equivalent(module(lambda m, x: x * value), module(lambda m, x: 2 * x * value), [x])
 
 
 def test_a_graph_with_dtype_constants_is_compared_with_another_one_in_float64():
-    x, model = torch.randn(2, 4), ReadsItsDtype().eval()
+    x = torch.randn(2, 4)
+    model = module(
+        lambda m, x: m.linear(x).clamp(min=torch.finfo(m.linear.weight.dtype).min), linear=nn.Linear(4, 4)
+    )
     narrow, wide = fxopt.trace(model, (x,)), fxopt.trace(copy.deepcopy(model).double(), (x.double(),))
-    with pytest.raises(fxopt.GuardError, match=r"ReadsItsDtype: .*pass `float64=\(before, after\)`"):
+    with pytest.raises(fxopt.GuardError, match=r"Made: .*pass `float64=\(before, after\)`"):
         assert_equivalent(narrow, copy.deepcopy(narrow), (x,))
     pair = (wide, copy.deepcopy(wide))
     assert assert_equivalent(narrow, copy.deepcopy(narrow), (x,), float64=pair).grade.passes
