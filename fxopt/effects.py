@@ -5,6 +5,7 @@ Answers are conservative: a function that is not torch's own may write into each
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -62,6 +63,9 @@ def draws(node: Node, module: nn.Module | None) -> bool:
         return False
     if module is not None:
         return any(part.training for part in parts(module))
+    if operators.name_of(node) in ("lstm", "gru"):  # `training` follows `dropout`, the only float
+        known = [(rate, training) for rate, training in itertools.pairwise(node.args) if type(rate) is float]
+        return not known or all(known[0])
     if operators.name_of(node) == "scaled_dot_product_attention":
         return graph.argument(node, "dropout_p") not in (None, 0)
     return graph.argument(node, "training") is not False and 0 not in (
@@ -121,9 +125,7 @@ def _works_in_place(module: nn.Module) -> bool:
 def _written_by_function(node: Node) -> tuple[Node, ...] | None:
     target, name = node.target, graph.function_name(node)
     if Fact.STATISTICS in facts_of(node):
-        # Outside of training, statistics are only read: the sixth argument of each such function tells.
-        evaluates = False in (node.kwargs.get("training"), *node.args[5:6])
-        return () if evaluates else tuple(node.all_input_nodes)
+        return _written_statistics(node)
     if isinstance(target, OpOverload):
         return tuple(graph.nodes_in(written_arguments(target, node.args, node.kwargs)))
     if isinstance(target, OpOverloadPacket):
@@ -147,6 +149,18 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
     if not _out(node) and node.is_impure(impure_random=False):
         return None
     return _out(node)
+
+
+def _written_statistics(node: Node) -> tuple[Node, ...]:
+    """The statistics that a function of a normalization writes; all inputs if the names of its arguments are unknown."""
+    given, names = graph.argument(node, "training"), graph.positional(node.target)
+    # Outside of training, statistics are only read: the sixth argument of each such function tells.
+    if False in (given, *node.args[5:6]) or ("training" in names and given is None):
+        return ()
+    if "running_mean" not in names:
+        return tuple(node.all_input_nodes)
+    statistics = (graph.argument(node, name) for name in ("running_mean", "running_var"))
+    return tuple(value for value in statistics if isinstance(value, Node))
 
 
 def _out(node: Node) -> tuple[Node, ...]:

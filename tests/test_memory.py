@@ -141,7 +141,9 @@ def test_writes_of_layers_into_their_own_tensors(read, call):
         lambda m, x, y: x.__index__(),
         lambda m, x, y: torch.ops.aten.add.Tensor(x, 1),
         lambda m, x, y: m.linear(x),
+        lambda m, x, y: F.batch_norm(y, x, x),
         lambda m, x, y: F.batch_norm(y, x, x, training=False),
+        lambda m, x, y: F.instance_norm(x),
         lambda m, x, y: F.embedding(y, x),
     ],
 )

@@ -291,6 +291,14 @@ DAMAGES = {
 }
 
 
+def test_a_scripted_child_that_has_run_is_the_same():
+    layers = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh())))
+    run = fxopt.trace(layers, (torch.randn(2, 4),))
+    before = copy.deepcopy(run)
+    run(torch.randn(2, 4))
+    assert assert_round_trip(before, run) == 40
+
+
 @pytest.mark.parametrize("message", DAMAGES)
 def test_a_round_trip_that_is_not_exact_fails(message):
     before = traced()

@@ -84,10 +84,13 @@ def attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module without caches, which include the private attributes that a graph module fills in a run."""
     is_graph = isinstance(module, GraphModule)
     caches = _OF_EVERY_GRAPH_MODULE if is_graph else _CACHES
+    # A scripted module keeps its methods as attributes once they are called.
+    is_scripted = isinstance(module, torch.jit.ScriptModule)
     kept = {
         key: value
         for key, value in vars(module).items()
-        if key in _OF_EVERY_MODULE or not (key in caches or (is_graph and key.startswith("_")))
+        if key in _OF_EVERY_MODULE
+        or not (key in caches or (is_graph and key.startswith("_")) or (is_scripted and callable(value)))
     }
     return {"class": _kind(module), **dict(sorted(kept.items()))}
 
