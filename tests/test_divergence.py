@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from typing import Any
 
 import pytest
@@ -170,6 +171,15 @@ def test_an_assertion_about_a_model_says_where() -> None:
     model, _, after = layers(*PASSES, ForgetsBias(of=("last",)))
     with pytest.raises(AssertionError, match=r"it first diverges at node pad_1 \(module last, .*ForgetsBias"):
         assert_equivalent(model, after, [x(5, 6).double()])
+
+
+def test_an_assertion_about_a_wrong_capture_says_where() -> None:
+    model, graph, _ = layers()
+    (node,) = graph.graph.find_nodes(op="call_function", target=operator.mul)
+    node.target = operator.add
+    graph.recompile()
+    with pytest.raises(AssertionError, match=r"they diverge at node '%mul .*test_divergence.py"):
+        assert_equivalent(model, graph, [x(5, 6).double()])
 
 
 @pytest.fixture(scope="module")

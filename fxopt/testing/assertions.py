@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from fxopt.errors import error_text
+from fxopt.errors import UndoError, error_text
 from fxopt.rewriting.history import history, undo
 from fxopt.testing.divergence import Divergence
 from fxopt.testing.free_sizes import input_guard
@@ -90,7 +90,7 @@ def assert_equivalent(
     )
     verdict = oracle.judge(candidate, wide_candidate)
     if not verdict.grade.passes:
-        where = _place_of_error(oracle, reference, candidate, float64) if verdict.grade is Grade.WRONG else ""
+        where = place_of_error(oracle, reference, candidate, float64) if verdict.grade is Grade.WRONG else ""
         raise AssertionError("; ".join(filter(None, [verdict.reason, where])))
     if oracle.blank:
         raise AssertionError(
@@ -144,24 +144,28 @@ def first_divergence(
     return oracle.first_divergence(before, after, float64)
 
 
-def _place_of_error(
+def place_of_error(
     oracle: Oracle,
     reference: nn.Module,
     candidate: nn.Module,
-    float64: tuple[nn.Module, nn.Module] | None,
+    float64: tuple[nn.Module, nn.Module] | None = None,
 ) -> str:
-    """Describe where a wrong candidate diverges from the reference, or from its own graph after undo of its passes.
+    """Describe where a wrong candidate diverges from the reference; empty if that cannot be found.
 
-    The text is empty if nothing diverges, or if there are no two graphs.
+    The candidate is compared node by node with the reference, or with its own graph after undo of its passes. A graph
+    without passes is compared with the intermediate values of the model.
     """
     pairs = [(reference, candidate), *([float64] if float64 else [])]
     try:
         graphs = [(_original(left, right), right) for left, right in pairs]
-        if not all(isinstance(each, GraphModule) for pair in graphs for each in pair):
-            return ""
-        return str(oracle.first_divergence(*graphs[0], *graphs[1:]) or "")  # type: ignore[arg-type]
+        found: Divergence | str | None = None
+        if all(left is not None and isinstance(right, GraphModule) for left, right in graphs):
+            found = oracle.first_divergence(*graphs[0], *graphs[1:])  # type: ignore[arg-type]
+        elif isinstance(candidate, GraphModule) and not history(candidate):
+            found = oracle.place_of_divergence(reference, candidate)
     except Exception as error:  # such as one of the model: it must not hide the verdict
         return f"where, cannot be told: {error_text(error)}"
+    return str(found or "")
 
 
 def _original(reference: nn.Module, candidate: nn.Module) -> GraphModule | None:
@@ -170,4 +174,7 @@ def _original(reference: nn.Module, candidate: nn.Module) -> GraphModule | None:
         return reference
     if not isinstance(candidate, GraphModule) or not (steps := len(history(candidate))):
         return None
-    return undo(copy.deepcopy(candidate), steps)
+    try:
+        return undo(copy.deepcopy(candidate), steps)
+    except UndoError:
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fxopt.capture.runs.first_difference import place_of_divergence
 from fxopt.compare import Difference, checksum, epsilon, rounds, ulps, unchanged, unlike
 from fxopt.float64 import in_float64
 from fxopt.testing.divergence import Divergence, divergence
@@ -24,6 +26,7 @@ from fxopt.testing.observations import (
     difference,
     not_repeated,
     observe,
+    run_call,
 )
 from fxopt.testing.probes import calls_of, has_finite, new_infinity, not_finite
 from fxopt.testing.verdicts import Grade, Verdict
@@ -175,6 +178,20 @@ class Oracle:
                 if found is not None:
                     return dataclasses.replace(found, dtype=dtype)
         return None
+
+    def place_of_divergence(self, reference: nn.Module, graph: GraphModule) -> str:
+        """Describe where a captured graph, before any pass, diverges from its model; empty if nothing differs."""
+        reference, graph = copy.deepcopy(reference), copy.deepcopy(graph)
+        called = {str(node.target) for node in graph.graph.find_nodes(op="call_module")}
+        layers = [name for name, _ in reference.named_modules() if name in called]
+        for call in self._calls:
+            left, right = (observe(module, [call])[0].output for module in (reference, graph))
+            if not unchanged(left, right):
+                place = place_of_divergence(
+                    graph, reference, layers, lambda run, call=call: run_call(run, call)
+                )
+                return f"they diverge at {place}"
+        return ""
 
     def observe(self, candidate: nn.Module) -> list[Observation]:
         """Run a candidate on the inputs of `expected`."""
