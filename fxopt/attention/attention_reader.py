@@ -7,8 +7,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.fx import Node
 
 from fxopt import graph
@@ -24,8 +22,6 @@ from fxopt.attention.heads import check_types, heads_of
 from fxopt.attention.masks import Mask, MaskReader
 from fxopt.attention.scores import ScoreReader
 from fxopt.graph_index import GraphIndex
-from fxopt.obstacles.layouts import depends_on_strides
-from fxopt.obstacles.slicing import layout_obstacle
 from fxopt.operators import Fact, facts_of, name_of
 
 
@@ -44,7 +40,6 @@ class Attention:
         scale: the factor of the scores, before masks.
         masks: the masks, in the order in which they are applied.
         heads: the sizes of batch and heads if some steps have one dimension for both, and others two; otherwise None.
-        contiguous: whether a later node or the caller may depend on a contiguous output, as a product has.
     """
 
     node: Node
@@ -56,7 +51,6 @@ class Attention:
     scale: float
     masks: tuple[Mask, ...]
     heads: tuple[Any, Any] | None
-    contiguous: bool
 
 
 class AttentionReader:
@@ -110,12 +104,8 @@ class AttentionReader:
             stop(self._index.memory.write_between(reader, last, tensor))
             stop(self._index.keeping_obstacle(last, tensor))
         self._read.add(last)
-        # Kernels of a GPU may also return a slice of wider rows, which only views and callers notice.
-        contiguous = bool(layout_obstacle(self._index, last, 0)) or self._index.memory.is_returned(last)
-        layouts = _layouts(graph.value_of(query), graph.value_of(last))
-        contiguous = contiguous or any(depends_on_strides(self._index, last, each) for each in layouts)
         parts = last, tuple(steps), query, key, value, turned, scores.scale, tuple(scores.masks)
-        return Attention(*parts, heads, contiguous)
+        return Attention(*parts, heads)
 
     def _path(self, start: Node, following: Callable[[Node], Sequence[Node]]) -> tuple[Node, ...]:
         """The nodes from `start` to a product near it; empty if there is no product."""
@@ -144,15 +134,6 @@ class AttentionReader:
                 raise Obstacle(f"{node.name} may write into what is no part of the attention")
         if self._index.memory.writes(place[0]) or self._index.memory.writes(place[-1]):
             raise Obstacle("a product writes into a tensor")
-
-
-def _layouts(query: Tensor, output: Tensor) -> Iterator[Tensor]:
-    """Fake tensors with the layouts that kernels may give the output: that of the queries, and (batch, rows, heads, columns)."""
-    if str(query.shape) == str(output.shape):
-        with graph.describing(query):
-            yield torch.empty_like(query)
-    *batch, heads, rows, columns = output.shape
-    yield graph.like(output, (*batch, rows, heads, columns)).transpose(-3, -2)
 
 
 def _sources(step: Node) -> list[Node]:

@@ -230,39 +230,6 @@ def value_with(node: Node, module: nn.Module | None, turned: Mapping[Node, Tenso
     return found
 
 
-def depends_on_strides(index: GraphIndex, node: Node, value: Tensor) -> bool:
-    """Tell whether an output of the graph, or a node after `node`, may depend on the strides of its value.
-
-    Args:
-        index: index of the graph.
-        node: the node whose value gets other strides.
-        value: the fake tensor of the value with the new strides.
-    """
-    turned = {node: value} if str(value.stride()) != str(graph.value_of(node).stride()) else {}
-    for user in index.nodes:
-        if turned.keys().isdisjoint(user.all_input_nodes):
-            continue
-        module, before = index.called(user), graph.value_of(user)
-        facts = facts_of(user, module)
-        if not facts or Fact.LAYOUT in facts:
-            return True
-        if Fact.DESCRIBES in facts and not isinstance(before, Tensor):
-            continue  # a size
-        if not isinstance(before, Tensor):
-            return True  # several tensors
-        if _may_copy(index, user) and (index.memory.writers(user) or index.memory.is_returned(user)):
-            return True  # with other strides, a view may become a copy, or a copy a view
-        try:
-            found = value_with(user, module, turned)
-        except RuntimeError:
-            return True
-        if str(found.stride()) != str(before.stride()):
-            turned[user] = found
-            if index.memory.is_returned(user):
-                return True
-    return False
-
-
 def _keeps_layout(index: GraphIndex, node: Node) -> bool:
     """Tell whether the value of a node has the layout of its inputs, and the same elements in any layout."""
     value = graph.value_of(node)

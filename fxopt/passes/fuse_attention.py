@@ -89,7 +89,8 @@ class FuseAttention(ReversibleRewrite[Attention]):
         shape = whole = graph.value_of(last).shape
         if len(whole) == 3:
             shape = (*(site.heads or (1, whole[0])), *whole[1:])
-        for method in ["flatten"] * (len(whole) == 3) + ["contiguous"] * site.contiguous:
+        # Kernels choose the layout of their output, and a product is contiguous.
+        for method in ["flatten"] * (len(whole) == 3) + ["contiguous"]:
             node = rewriter.create(**call, before=last, val=graph.like(graph.value_of(last), shape))
             shape = whole
             call = {"op": "call_method", "target": method, "args": (node,), "kwargs": {}}
