@@ -119,43 +119,76 @@ def pads_zeros(layer: nn.Module) -> bool:
     return layer.padding_mode == "zeros" and padding_of(layer) is not None
 
 
+def _alone(product: Callable[[Tensor | None, Tensor], Tensor]) -> Run:
+    """Make the function of a kernel that only multiplies: it adds and activates in the memory of its new product."""
+
+    def run(
+        bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
+    ) -> Tensor:
+        value = product(bias, input)
+        if other is not None and (other.dtype, other.shape) == (value.dtype, value.shape):
+            value, other = value.add_(other), None
+        return apply_epilogue(value, other, activation)
+
+    return run
+
+
+def _fusing(
+    product: Callable[..., Tensor],
+    total: Callable[..., Tensor],
+    output_shape: Callable[[Tensor], tuple[int, ...]],
+) -> Run:
+    """Make the function of a kernel of oneDNN, which adds or activates before it writes a product to memory.
+
+    Args:
+        product: function of the bias, the input, and the two names of an activation in `EPILOGUES`.
+        total: function of the bias, the input, a tensor to add, and whether the sum may overwrite that tensor.
+        output_shape: function of the input, for the shape that the added tensor must have.
+    """
+
+    def run(
+        bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
+    ) -> Tensor:
+        fused = EPILOGUES.get(activation or "")
+        if other is None and fused:
+            return product(bias, input, *fused)
+        if other is not None and other.dtype is input.dtype and other.shape == output_shape(input):
+            return apply_epilogue(total(bias, input, other, overwrites), None, activation)
+        return apply_epilogue(product(bias, input, "none", ""), other, activation)
+
+    return run
+
+
 def _onednn_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
     # For a single row, oneDNN chooses another layout, which is slower for any number of rows, even for one.
     rows = max(16, int(torch.Size(shape[:-1]).numel()))
-    run = internals.linear_pointwise
-    run_and_add = internals.linear_add
+    multiply, multiply_and_add = internals.linear_pointwise, internals.linear_add
     packed = internals.reorder_linear_weight(layer.weight.detach().contiguous(), rows)
     features = layer.out_features
 
-    def compute(
-        bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
-    ) -> Tensor:
-        if other is not None and other.dtype is input.dtype and other.shape == (*input.shape[:-1], features):
-            return apply_epilogue(run_and_add(input, other, packed, bias, "add"), None, activation)
-        attribute, algorithm = _epilogue(other, activation)
-        value: Tensor = run(input, packed, bias, attribute, [], algorithm)
-        return value if attribute != "none" else apply_epilogue(value, other, activation)
+    def product(bias: Tensor | None, input: Tensor, attribute: str, algorithm: str) -> Tensor:
+        value: Tensor = multiply(input, packed, bias, attribute, [], algorithm)
+        return value
 
-    return Packed(compute, internals.packed_nbytes(packed), packed.to_dense)
+    def total(bias: Tensor | None, input: Tensor, other: Tensor, overwrites: bool) -> Tensor:
+        value: Tensor = multiply_and_add(input, other, packed, bias, "add")
+        return value
 
-
-def _epilogue(other: Tensor | None, activation: str | None) -> tuple[str, str]:
-    """The activation that oneDNN computes before it writes a product to memory: none if a tensor is added first."""
-    return EPILOGUES.get(activation or "", ("none", "")) if other is None else ("none", "")
+    run = _fusing(product, total, lambda input: (*input.shape[:-1], features))
+    return Packed(run, internals.packed_nbytes(packed), packed.to_dense)
 
 
 def _mkl_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
     rows = int(torch.Size(shape[:-1]).numel())
-    run, weight = internals.mkl_linear, layer.weight.detach()
+    multiply, weight = internals.mkl_linear, layer.weight.detach()
     packed = internals.mkl_reorder_linear_weight(weight.contiguous(), rows)
 
-    def compute(
-        bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
-    ) -> Tensor:
-        return _summed(run(input, packed, weight, None, rows), bias, other, activation)
+    def product(bias: Tensor | None, input: Tensor) -> Tensor:
+        value: Tensor = multiply(input, packed, weight, None, rows)
+        return value if bias is None else value.add_(bias)  # MKL would copy the bias into each row first
 
     # Torch reports the memory that MKL reserves; MKL fills about as much as the size of the weight.
-    return Packed(compute, weight.nbytes)
+    return Packed(_alone(product), weight.nbytes)
 
 
 def _rounded(layer: nn.Linear) -> tuple[Tensor, Tensor]:
@@ -175,14 +208,12 @@ def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
     zeros = torch.zeros(outputs, dtype=torch.int32, device="cpu")
     for_one_row = _packed_for_one_row(weight, scale) if rows == 1 else None
 
-    def compute(
-        bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
-    ) -> Tensor:
+    def product(bias: Tensor | None, input: Tensor) -> Tensor:
         fits = input.dim() > 1 and input.numel() == inputs and input.dtype is torch.float32
         # The operator for one row turns NaN into numbers.
         if for_one_row is not None and fits and math.isfinite(input.sum()):
             row: Tensor = internals.dynamic_linear(input, for_one_row, False)
-            return apply_epilogue(row if bias is None else row.add_(bias), other, activation)
+            return row if bias is None else row.add_(bias)
         values = input.reshape(-1, inputs).float()
         # A row of zeros becomes NaN here, then some integer, and 0 again after the multiplication by its scale.
         sizes = values.abs().amax(1, keepdim=True).mul_(1 / 127)
@@ -191,11 +222,10 @@ def _int8_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
             *(small, one, zero, packed, scale, zeros, None, 1.0, 0, torch.float32, "none", [], "")
         )
         value = value.mul_(sizes) if bias is None else torch.addcmul(bias.float(), value, sizes, out=value)
-        value = value.to(input.dtype).reshape(*input.shape[:-1], features)
-        return apply_epilogue(value, other, activation)
+        return value.to(input.dtype).reshape(*input.shape[:-1], features)
 
     nbytes = internals.packed_nbytes(packed) + scale.nbytes + weight.nbytes * (for_one_row is not None)
-    return Packed(compute, nbytes)
+    return Packed(_alone(product), nbytes)
 
 
 def _packed_for_one_row(weight: Tensor, scale: Tensor) -> Any:
@@ -215,41 +245,43 @@ def _int8_weight_linear(layer: nn.Linear, shape: Sequence[int]) -> Packed:
     packed, scale = _rounded(layer)
     scale, features = scale.to(torch.bfloat16), packed.shape
 
-    def compute(
-        bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
-    ) -> Tensor:
+    def product(bias: Tensor | None, input: Tensor) -> Tensor:
         rows = input.reshape(-1, features[1]).to(torch.bfloat16).contiguous()  # in float32 it is slow
-        value = internals.int8_linear(rows, packed, scale).to(input.dtype)
-        if bias is not None:
-            value = value + bias
-        return apply_epilogue(value.reshape(*input.shape[:-1], features[0]), other, activation)
+        value: Tensor = internals.int8_linear(rows, packed, scale).to(input.dtype)
+        value = value.reshape(*input.shape[:-1], features[0])
+        return value if bias is None else value.add_(bias)
 
-    return Packed(compute, packed.nbytes + scale.nbytes)
+    return Packed(_alone(product), packed.nbytes + scale.nbytes)
 
 
 def _onednn_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
-    run = internals.convolution_pointwise
-    run_and_add = internals.convolution_add
-    add_into = internals.convolution_add_into
-    options = (padding_of(layer), layer.stride, layer.dilation, layer.groups)
+    multiply = internals.convolution_pointwise
+    multiply_and_add, multiply_and_add_into = internals.convolution_add, internals.convolution_add_into
+    padding = padding_of(layer) or [0, 0]
+    options = (padding, layer.stride, layer.dilation, layer.groups)
     weight = layer.weight.detach().contiguous()
     packed = internals.reorder_convolution_weight(weight, *options, list(shape))
-    output_shape = _shape_of_output(layer)
+    features = layer.out_channels
+    steps = list(zip(padding, layer.dilation, layer.kernel_size, layer.stride, strict=True))
 
-    def compute(
-        bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
-    ) -> Tensor:
-        input = with_strides_of_channels_last(input)
-        if other is not None and other.dtype is input.dtype and other.shape == output_shape(input):
-            inputs = (other, input) if overwrites else (input, other)
-            add = add_into if overwrites else run_and_add
-            value: Tensor = add(*inputs, packed, bias, *options, "add", 1.0, None, [], None)
-            return apply_epilogue(value, None, activation)
-        attribute, algorithm = _epilogue(other, activation)
-        value = run(input, packed, bias, *options, attribute, [], algorithm)
-        return value if attribute != "none" else apply_epilogue(value, other, activation)
+    def product(bias: Tensor | None, input: Tensor, attribute: str, algorithm: str) -> Tensor:
+        image = with_strides_of_channels_last(input)
+        value: Tensor = multiply(image, packed, bias, *options, attribute, [], algorithm)
+        return value
 
-    return Packed(compute, internals.packed_nbytes(packed), packed.to_dense)
+    def total(bias: Tensor | None, input: Tensor, other: Tensor, overwrites: bool) -> Tensor:
+        image = with_strides_of_channels_last(input)
+        inputs = (other, image) if overwrites else (image, other)
+        add = multiply_and_add_into if overwrites else multiply_and_add
+        value: Tensor = add(*inputs, packed, bias, *options, "add", 1.0, None, [], None)
+        return value
+
+    def output_shape(input: Tensor) -> tuple[int, ...]:
+        sizes = zip(input.shape[2:], steps, strict=True)
+        return len(input), features, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, (p, d, k, s) in sizes)
+
+    run = _fusing(product, total, output_shape)
+    return Packed(run, internals.packed_nbytes(packed), packed.to_dense)
 
 
 def is_pointwise(layer: nn.Module) -> bool:
@@ -266,30 +298,17 @@ def _matmul_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
     weight, shape_of_weight = layer.weight.detach().flatten(1).t().contiguous(), layer.weight.shape
     features = weight.shape[1]
 
-    def compute(
-        bias: Tensor | None, input: Tensor, other: Tensor | None, activation: str | None, overwrites: bool
-    ) -> Tensor:
+    def product(bias: Tensor | None, input: Tensor) -> Tensor:
         batch, channels, height, width = input.shape
         pixels = torch.mm(input.permute(0, 2, 3, 1).reshape(-1, channels), weight)
         if bias is not None:
             pixels.add_(bias)
-        value = pixels.view(batch, height, width, features).permute(0, 3, 1, 2)
-        return _summed(value, None, other, activation)
+        return pixels.view(batch, height, width, features).permute(0, 3, 1, 2)
 
-    return Packed(
-        compute,
-        weight.nbytes,
-        lambda: weight.t().clone(memory_format=torch.contiguous_format).view(shape_of_weight),
-    )
+    def unpack() -> Tensor:
+        return weight.t().clone(memory_format=torch.contiguous_format).view(shape_of_weight)
 
-
-def _summed(value: Tensor, bias: Tensor | None, other: Tensor | None, activation: str | None) -> Tensor:
-    """Add and activate in the memory of a new product; if MKL gets the bias, it first copies the bias into each row: slower."""
-    if bias is not None:
-        value.add_(bias)
-    if other is not None and (other.dtype, other.shape) == (value.dtype, value.shape):
-        value, other = value.add_(other), None
-    return apply_epilogue(value, other, activation)
+    return Packed(_alone(product), weight.nbytes, unpack)
 
 
 _OF_ONE_ROW = {"kernel_size": 1, "stride": 1, "dilation": 1}
@@ -320,21 +339,6 @@ def _of_one_row(pack: Callable[[Any, Sequence[int]], Packed]) -> Callable[[nn.Co
         return dataclasses.replace(made, run=compute, unpack=unpack and (lambda: unpack().squeeze(2)))
 
     return of_sequences
-
-
-def _shape_of_output(layer: nn.Conv2d) -> Callable[[Tensor], tuple[int, ...]]:
-    features, padding = layer.out_channels, padding_of(layer) or [0, 0]
-    facts = [
-        (2 * p - d * (k - 1) - 1, s)
-        for p, d, k, s in zip(padding, layer.dilation, layer.kernel_size, layer.stride, strict=True)
-    ]
-
-    def output_shape(input: Tensor) -> tuple[int, ...]:
-        batch, _, height, width = input.shape
-        (more, step), (more_wide, step_wide) = facts
-        return batch, features, (height + more) // step + 1, (width + more_wide) // step_wide + 1
-
-    return output_shape
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -86,24 +86,20 @@ def region_obstacle(index: GraphIndex, region: Region) -> str | None:
     for node in region.nodes:
         if not isinstance(graph.value_of(node), Tensor):
             return graph.unknown_shape(node)
-    roots, inside = _roots(index, region), {*region.nodes}
-    returned = any(index.memory.is_returned(node) for node, _ in region.borders)
+    memory, roots, inside = index.memory, _roots(index, region), {*region.nodes}
+    returned = any(memory.is_returned(node) for node, _ in region.borders)
     for value in (node.all_input_nodes[0] for node in region.convs if returned):
         if value not in inside and _has_strides_of_both(value):
             return f"the layout of {value.name} decides that of an output, and its one channel has the strides of both"
     for node, users in region.borders:
-        value = graph.value_of(node)
         if not (is_contiguous(node) or is_channels_last(node)):
             return f"{node.name} is neither in torch's default layout nor in channels_last: what follows would get it so"
         twins = [other for other, _ in region.borders if other is not node and roots[node] & roots[other]]
-        if twins and index.memory.is_returned(node):
+        if twins and memory.is_returned(node):
             return f"{node.name} and {twins[0].name} may share memory that the graph returns"
-        late = [writer for writer in index.memory.writers(node) if writer >= min(users)]
-        # If inputs have another layout, reshapes may return copies instead of views, and writes do not reach a copy.
-        copies = any(_may_copy(index, alias) for alias in index.memory.aliases(node) if alias not in inside)
-        for writer in late:
-            if copies or twins or _is_seen_on_the_other_side(index, region, node, writer):
-                return f"{writer.name} may write into the memory of {node.name} after that is copied"
+        late = [writer for writer in memory.writers(node) if writer >= min(users)]
+        if late:
+            return f"{late[0].name} may write into the memory of {node.name} after that is copied"
     return None
 
 
@@ -127,21 +123,6 @@ def _roots(index: GraphIndex, region: Region) -> dict[Node, set[Node]]:
         inside = [found[value] for value in node.all_input_nodes if value in found]
         found[node] = {node}.union(*(() if index.memory.gives_new_memory(node) else inside))
     return found
-
-
-def _is_seen_on_the_other_side(index: GraphIndex, region: Region, value: Node, writer: Node) -> bool:
-    """Tell whether `writer` writes into `value` and a later node reads the copy of `value`, or the reverse."""
-    first = {node: min(users) for node, users in region.borders}
-    inside = {*region.nodes}
-    for alias in index.memory.aliases(value):
-        if alias not in inside and alias < first[value]:
-            return True  # the alias exists before the copy
-        for user in alias.users:
-            if user > writer:
-                is_copied = user not in inside and first.get(alias, writer) <= writer
-                if is_copied != (writer not in inside):
-                    return True
-    return False
 
 
 def is_channels_last(node: Node) -> bool:

@@ -173,8 +173,6 @@ def test_tuning_leaves_alone_what_is_not_faster(monkeypatch):
         ),
         (lambda m, x: F.relu_(m.a(x)).flatten(1), 1),
         (lambda m, x: m.a(x).add_(m.c(x)).flatten(1), 1),
-        (lambda m, x: (lambda y: (y.view(2, -1).add_(1), y))(m.a(x)), 1),
-        (lambda m, x: (lambda y: (y.relu(), y.sum((2, 3)), F.relu_(y.view(2, -1))))(m.a(x)), 2),
         (lambda m, x: (lambda y: m.b(y * y.mean((2, 3), keepdim=True)))(m.a(x)), 1),
         (lambda m, x: m.b(F.interpolate(F.group_norm(m.a(x), 2), scale_factor=2.0)), 1),
         # Where nothing behind depends on the strides, there is no copy.
@@ -187,7 +185,6 @@ def test_tuning_leaves_alone_what_is_not_faster(monkeypatch):
         (lambda m, x: m.head((m.a(x).permute(0, 2, 3, 1) + m.c(x).permute(0, 2, 3, 1)).relu()), 2),
         (lambda m, x: (m.a(x).flatten(2).transpose(1, 2) + 1).cos(), 1),
         (lambda m, x: (lambda y: (y.reshape(2, -1, 6), y.reshape(2, -1)))(m.a(x).permute(0, 2, 3, 1)), 1),
-        (lambda m, x: (lambda y: (y[:, :2].add_(1), y.sum()))(torch.cat([m.a(x), m.c(x)], 1)), 1),
         (lambda m, x: m.a(x.to(memory_format=torch.channels_last)).permute(0, 2, 3, 1), 1),
         (lambda m, x: (lambda y: (y.add_(m.a(x)).flatten(1), y.sum()))(m.c(x).sigmoid() * 1), 1),
     ],
@@ -288,42 +285,19 @@ def test_a_layer_called_twice_is_refused():
     )
 
 
-def twice(value):
-    return value, F.dropout(value, training=False)
-
-
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (
-            lambda m, x: (lambda y: (y.view(2, -1).add_(1), m.b(y)))(m.a(x)),
-            "add_ may write into the memory of a after",
-        ),
+        (lambda m, x: (lambda y: (y.view(2, -1).add_(1), y))(m.a(x)), "add_ may write"),
         (lambda m, x: (lambda y: (y.view(2, -1), F.relu_(y).sum()))(m.a(x)), "may share memory"),
-        (
-            lambda m, x: (lambda y: (lambda v, w: v.sum() + w.sum())(y.view(2, -1), F.relu_(y)))(m.a(x)),
-            "relu_ may write",
-        ),
+        (lambda m, x: (lambda y: (y, F.dropout(y, training=False)))(m.a(x)), "may share memory"),
+        (lambda m, x: (lambda y: (y.view(2, -1).add_(1), m.b(y)))(m.a(x)), "add_ may write"),
+        (lambda m, x: (lambda y: (y.sum((2, 3)), F.relu_(y).sum()))(m.a(x)), "relu_ may write"),
         (
             lambda m, x: (lambda z: (z.add_(m.a(x)).view(2, -1).mul_(2), z.sum()))(x.repeat(1, 2, 1, 1)),
             "mul_ may write",
         ),
-        (
-            lambda m, x: (lambda y: (y, F.dropout(y, training=False)))(m.a(x)),
-            "may share memory that the graph returns",
-        ),
-        (
-            lambda m, x: (lambda y: (m.head(y.reshape(2, -1, 6).add_(1)), m.head(y)))(
-                m.a(x).permute(0, 2, 3, 1)
-            ),
-            "add_ may write",
-        ),
-        # Whether this is a view depends on the layout of the inputs.
-        (lambda m, x: (lambda y: (y.flatten(1), y[:, 0].zero_())[0])(m.a(x)), "after that is copied"),
-        (
-            lambda m, x: (lambda y, z: (z.mul_(2), y + 1)[1])(*torch.broadcast_tensors(*twice(m.a(x)))),
-            "after that is copied",
-        ),
+        (lambda m, x: (lambda y: (y.flatten(1), y[:, 0].zero_())[0])(m.a(x)), "zero_ may write"),
     ],
 )
 def test_writes_across_a_border_are_refused(function, reason):
