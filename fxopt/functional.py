@@ -92,7 +92,9 @@ def _embedding(
 
 
 _BOTH = {"weight": "weight", "bias": "bias"}
-_STATISTICS = {"running_mean": "running_mean", "running_var": "running_var"}
+STATISTICS = {"running_mean": "running_mean", "running_var": "running_var"}
+"""The arguments and attributes that are buffers of a layer; all others are parameters."""
+
 FUNCTIONS: Mapping[str, Function] = {
     "linear": Function("self", _BOTH, _linear),
     "addmm": Function("mat1", {"mat2": "weight", "self": "bias"}, _linear, turned=True),
@@ -103,7 +105,7 @@ FUNCTIONS: Mapping[str, Function] = {
         f"conv_transpose{n}d": Function("self", _BOTH, _conv(getattr(nn, f"ConvTranspose{n}d"), n, True))
         for n in (1, 2, 3)
     },
-    "batch_norm": Function("self", {**_BOTH, **_STATISTICS}, _batch_norm),
+    "batch_norm": Function("self", {**_BOTH, **STATISTICS}, _batch_norm),
     "layer_norm": Function("self", _BOTH, _layer_norm),
     "group_norm": Function("self", _BOTH, _group_norm),
     "rms_norm": Function("self", {"weight": "weight"}, _rms_norm),

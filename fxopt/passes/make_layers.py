@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fxopt import graph, submodules
-from fxopt.functional import COUNT, FUNCTIONS, Function
+from fxopt.functional import COUNT, FUNCTIONS, STATISTICS, Function
 from fxopt.graph_index import GraphIndex
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
@@ -42,7 +42,7 @@ class FunctionCall:
 
 @dataclasses.dataclass(frozen=True)
 class MakeLayers(ReversibleRewrite[FunctionCall]):
-    """Turns functions that a model calls on its own parameters and buffers into layers of torch.nn.
+    """Turns functions that a model calls on its own parameters, and on running statistics, into layers of torch.nn.
 
     `linear`, `addmm`, `matmul` and `mm` become `Linear`. Convolutions, `batch_norm` with running statistics, `layer_norm`,
     `group_norm`, `rms_norm` and `embedding` become the layer of that name. Other passes can then find these layers, such as
@@ -98,23 +98,14 @@ class MakeLayers(ReversibleRewrite[FunctionCall]):
         names = {attribute: str(read.target) for attribute, read in site.reads.items()}
         for attribute, name in names.items():
             tensor = submodules.attribute(graph_module, name)
-            turned = tensor.detach().t() if site.turned and attribute == "weight" else tensor
-            if attribute in buffers_of(layer):
-                buffers_of(layer)[attribute] = tensor
-            elif type(turned) is nn.Parameter:
-                parameters_of(layer)[attribute] = turned
-            else:
-                parameters_of(layer)[attribute] = nn.Parameter(turned, tensor.requires_grad)
+            turns = site.turned and attribute == "weight"
+            submodules.place(layer, attribute, _transposed(tensor) if turns else tensor)
         for name, buffer in buffers_of(layer).items():
             if buffer is not None and buffer.is_meta:  # the number of batches, which functions do not have
                 buffers_of(layer)[name] = torch.zeros_like(buffer, device=tensor.device)
         parent, _ = submodules.split_path(names["weight"])
         path = submodules.free_path(graph_module, parent, type(layer).__name__.lower())
-        kept = {
-            attribute: (name, isinstance(submodules.attribute(graph_module, name), nn.Parameter))
-            for attribute, name in names.items()
-        }
-        restore = functools.partial(_tensors, path, kept, site.turned)
+        restore = functools.partial(_tensors, path, names, site.turned)
         rewriter.swap({path: layer}, names.values(), restore)
         rewriter.set(site.node, op="call_module", target=path, args=(site.value,), kwargs={})
         for read in site.reads.values():
@@ -129,8 +120,9 @@ def _layer(
     shapes = dict[str, tuple[int, ...]]()
     for attribute, read in reads.items():
         tensor = submodules.find(index.graph_module, str(read.target))
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            return f"{read.target} is no floating tensor of a module"
+        kind = Tensor if attribute in STATISTICS else nn.Parameter
+        if not isinstance(tensor, kind) or not tensor.is_floating_point():
+            return f"{read.target} is no floating {kind.__name__.lower()} of a module"
         shapes[attribute] = tuple(tensor.shape)
     if function.turned:
         shapes["weight"] = shapes["weight"][::-1]
@@ -154,17 +146,15 @@ def _layer(
     return layer.train(index.graph_module.training and not isinstance(layer, nn.modules.batchnorm._BatchNorm))
 
 
+def _transposed(weight: Tensor) -> Tensor:
+    return submodules.with_values(weight, weight.detach().t())
+
+
 def _tensors(
-    path: str, kept: Mapping[str, tuple[str, bool]], turned: bool, now: Mapping[str, Any], left: object
+    path: str, names: Mapping[str, str], turned: bool, now: Mapping[str, Any], left: object
 ) -> dict[str, Tensor]:
     """Return the current tensors of the layer, under their original names."""
-    found = dict[str, Tensor]()
-    for attribute, (name, is_parameter) in kept.items():
-        tensor = getattr(now[path], attribute)
-        turns = turned and attribute == "weight"
-        if is_parameter and turns:
-            found[name] = nn.Parameter(tensor.detach().t(), tensor.requires_grad)
-        else:
-            found[name] = tensor if is_parameter or attribute in buffers_of(now[path]) else tensor.detach()
-            found[name] = found[name].t() if turns else found[name]
-    return found
+    tensors = {attribute: getattr(now[path], attribute) for attribute in names}
+    if turned:
+        tensors["weight"] = _transposed(tensors["weight"])
+    return {name: tensors[attribute] for attribute, name in names.items()}

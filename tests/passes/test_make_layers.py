@@ -30,7 +30,6 @@ SITES = {
     "@": (lambda m, x: x @ m.w, {"w": P(4, 5)}, torch.randn(2, 3, 4), nn.Linear),
     "@ of a vector": (lambda m, x: x.matmul(m.w), {"w": P(4, 5)}, torch.randn(4), nn.Linear),
     "mm": (lambda m, x: torch.mm(x, m.w), {"w": P(4, 5)}, torch.randn(3, 4), nn.Linear),
-    "@ of a buffer": (lambda m, x: x @ m.w, {"w": torch.randn(4, 5)}, torch.randn(2, 3, 4), nn.Linear),
     "conv1d": (
         lambda m, x: F.conv1d(x, m.w, m.b, stride=2, padding=1),
         {"w": P(5, 4, 3), "b": P(5)},
@@ -145,6 +144,12 @@ REFUSED = {
         {"w": P(4), "b": P(4)},
         "an option of the call is computed",
     ),
+    "a buffer": (lambda m, x: F.linear(x, m.w), {"w": torch.ones(4, 4)}, "w is no floating parameter"),
+    "integers": (
+        lambda m, x: F.batch_norm(x, m.mean, m.var, m.w, m.b, False),
+        norm() | {"mean": torch.ones(4, dtype=torch.int64)},
+        "mean is no floating tensor",
+    ),
     "a view of another": (lambda m, x: F.linear(x, m.w), {"w": P(4, 4)}, "shares memory with"),
 }  # fmt: skip
 
@@ -162,13 +167,6 @@ def test_other_calls_are_refused(name):
     explanation = MakeLayers().explain(graph)
     assert not explanation.sites
     assert any(reason in said for *_, said in explanation.refusals), explanation
-
-
-def test_integers_are_refused():
-    model = module(lambda m, x: F.linear(x, m.w))
-    model.register_buffer("w", torch.ones(4, 4, dtype=torch.int64))
-    explanation = MakeLayers().explain(torch.fx.symbolic_trace(model))
-    assert "w is no floating tensor of a module" in str(explanation)
 
 
 @pytest.mark.parametrize(
