@@ -13,9 +13,8 @@ from torch.fx import GraphModule, Node
 from fxopt import graph
 from fxopt.graph_index import GraphIndex
 from fxopt.obstacles.foldable import Fold, Scaling
-from fxopt.obstacles.scaling import channels, wide_dtype
+from fxopt.obstacles.scaling import channels, mismatch, wide_dtype
 from fxopt.passes.folding import Folding
-from fxopt.submodules import weight_of
 from fxopt.torch_internals import buffers_of, parameters_of
 
 Kinds = tuple[type[nn.Module], ...]
@@ -55,7 +54,7 @@ class FoldBatchNorms(Folding):
     """The layers that each kind of normalization is folded into."""
 
     def scalings(self, index: GraphIndex) -> Iterator[Scaling]:
-        """Yield the normalizations; a module is removed with its last call."""
+        """Yield the normalizations, whose modules are removed."""
         for kind, layers in self.layers.items():
             for norm in index.calls_like(kind):
                 module = index.module(norm)
@@ -65,7 +64,7 @@ class FoldBatchNorms(Folding):
                     layers,
                     functools.partial(scale_and_shift, module),
                     functools.partial(_obstacle, index, norm, kind),
-                    {str(norm.target): None if index.removable(norm) else module},
+                    {str(norm.target): None},
                 )
 
     def opens_sites(self, graph_module: GraphModule, sites: Sequence[Fold]) -> bool:
@@ -99,6 +98,7 @@ def _obstacle(
         or index.inexact(norm, kind)
         or _statistics_obstacle(beside, module, behind=layer is path[0])
         or index.removing_obstacle(norm)
+        or index.place_obstacle(norm)
     )
     if reason is None and not {"weight", "bias"} <= parameters_of(module).keys():
         reason = f"the {kind.__name__} holds its weights otherwise than as parameters"
@@ -119,7 +119,7 @@ def _rank_obstacle(index: GraphIndex, norm: Node, kind: type[nn.Module], layer: 
 
 def _statistics_obstacle(layer: nn.Module, norm: Any, behind: bool) -> str | None:
     """Return why `norm` does not scale and shift the output or input channels of `layer`; None if it does."""
-    kind, weight = type(norm).__name__, weight_of(layer)
+    kind = type(norm).__name__
     if norm.training:
         return f"the {kind} is in training mode: it normalises by batch statistics"
     mean, variance = buffers_of(norm).get("running_mean"), buffers_of(norm).get("running_var")
@@ -127,8 +127,5 @@ def _statistics_obstacle(layer: nn.Module, norm: Any, behind: bool) -> str | Non
         return f"the {kind} has no running statistics: it normalises by batch statistics"
     if norm.num_features != channels(layer, behind):
         return f"the {kind} has {norm.num_features} features, the layer has {channels(layer, behind)}"
-    for tensor in (*parameters_of(norm).values(), mean, variance):
-        if tensor is not None and (tensor.dtype != weight.dtype or tensor.device != weight.device):
-            facts = f"{tensor.dtype} on {tensor.device}, the layer {weight.dtype} on {weight.device}"
-            return f"the {kind} is {facts}"
-    return None
+    tensors = (each for each in (*parameters_of(norm).values(), mean, variance) if each is not None)
+    return next(filter(None, (mismatch(f"the {kind}", tensor, layer) for tensor in tensors)), None)

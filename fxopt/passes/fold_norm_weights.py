@@ -12,7 +12,7 @@ from torch.fx import Node
 from fxopt import graph, submodules
 from fxopt.graph_index import GraphIndex
 from fxopt.obstacles.foldable import Scaling
-from fxopt.obstacles.scaling import wide_dtype
+from fxopt.obstacles.scaling import mismatch, wide_dtype
 from fxopt.passes.folding import Folding
 from fxopt.torch_internals import parameters_of
 
@@ -78,6 +78,4 @@ def _obstacle(
         return (
             f"{layer.name} takes {weight.shape[1]} features, and the normalization gives {len(norm.weight)}"
         )
-    if (weight.dtype, weight.device) != (norm.weight.dtype, norm.weight.device):
-        return f"its weight is {norm.weight.dtype} on {norm.weight.device}, that of {layer.name} {weight.dtype} on {weight.device}"
-    return None
+    return mismatch("its weight", norm.weight, index.module(layer))

@@ -14,7 +14,7 @@ from fxopt.constants import computed_constant, is_changing
 from fxopt.graph_index import GraphIndex
 from fxopt.obstacles.foldable import Fold, Scaling
 from fxopt.obstacles.parameter_constants import constant_obstacle, parts_of
-from fxopt.obstacles.scaling import LAYERS, channel_dimension, channels, wide_dtype
+from fxopt.obstacles.scaling import LAYERS, channel_dimension, channels, mismatch, wide_dtype
 from fxopt.operators import name_of
 from fxopt.passes.folding import Folding
 
@@ -125,8 +125,8 @@ def _obstacle(
     module, found = index.module(layer), _constant(index, constant)
     weight = module.get_parameter("weight")
     number = not found.ndim and found.dtype == torch.float64  # a number adopts the dtype of the layer
-    if not number and (found.dtype, found.device) != (weight.dtype, weight.device):
-        return f"the constant is {found.dtype} on {found.device}, the layer {weight.dtype} on {weight.device}"
+    if not number and (reason := mismatch("the constant", found, module)):
+        return reason
     if not behind and graph.dtype_of(value) != weight.dtype:
         return f"{value.name} is not known to be {weight.dtype}, which the layer is"
     return _shape_obstacle(module, found, value, behind, checked=index.guard is not None)

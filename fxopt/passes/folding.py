@@ -62,8 +62,6 @@ class Folding(ReversibleRewrite[Fold]):
     def apply(self, rewriter: Rewriter, site: Fold) -> tuple[Node, ...]:
         """Replace the layers by fused ones, and remove the call that scales and shifts."""
         module, scale, shift, sources = rewriter.graph_module, site.scale, site.shift, site.sources
-        if len(rewriter.graph.find_nodes(op="call_module", target=str(site.node.target))) > 1:
-            sources = {path: submodules.find(module, path) for path in sources}  # for the other calls
         paths = [str(call.target) for call in site.layers]
         before = {path: submodules.find(module, path) for path in (*paths, *sources)}
         fused = {path: folded(before[path], scale, shift, site.behind) for path in paths}
@@ -126,7 +124,7 @@ def _unfolded(
                 "and back), and undoing would lose that. Put the weights back, or keep the model folded"
             )
     for path in stay:
-        if not _same_values(now[path], kept[path]):
+        if not _same(kept[path], now[path]):
             raise UndoError(f"{path}, which was folded into {', '.join(biases)}, was changed since")
     first, restored = next(iter(biases)), dict[str, Any]()
     for path, value in copied(kept).items():
@@ -140,11 +138,3 @@ def _same(made: Tensor | None, current: Tensor | None) -> bool:
     if made is None or current is None or current.is_meta:
         return True
     return not made.is_meta and torch.equal(made.detach().to(current.device, current.dtype), current.detach())
-
-
-def _same_values(one: Any, other: Any) -> bool:
-    """Tell whether two modules or tensors have the same values in the dtype of the first one."""
-    if isinstance(one, Tensor):
-        return one.is_meta or torch.equal(one, other.to(one.dtype))
-    values = other.state_dict()
-    return all(_same_values(value, values[name]) for name, value in one.state_dict().items())

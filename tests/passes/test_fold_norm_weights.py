@@ -71,7 +71,7 @@ def test_dtypes_and_overflow_are_refused():
     model = Heads().bfloat16()
     model.norm.float()
     refused(
-        FoldNormWeights(), model, X, reason="its weight is torch.float32 on cpu, that of q torch.bfloat16"
+        FoldNormWeights(), model, X, reason="its weight is torch.float32 on cpu, the layer torch.bfloat16"
     )
     model = Heads().half()
     model.norm.weight.data.fill_(6e4)
