@@ -329,6 +329,14 @@ def alike(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
     )
 
 
+def same_kind(left: Node, right: Node) -> bool:
+    """Tell whether two values are tensors of the same dtype, and of the same shape in every run."""
+    mine, its = value_of(left), value_of(right)
+    if not isinstance(mine, Tensor) or not isinstance(its, Tensor):
+        return False
+    return mine.dtype == its.dtype and alike(mine.shape, its.shape)
+
+
 def recast(described: Any, old: torch.dtype, new: torch.dtype) -> Any:
     """Change the dtype `old` to `new` in the fake tensors of a value."""
 

@@ -368,28 +368,25 @@ _REFERENCE = 30
 
 @functools.cache
 def _available() -> Mapping[type[nn.Module], Mapping[str, Kernel]]:
-    samples: dict[type[nn.Module], tuple[nn.Module, tuple[int, ...]]] = {
-        # Skip initialization, because it would draw random numbers.
-        nn.Linear: (nn.utils.skip_init(nn.Linear, 64, 16), (4, 64)),
-        nn.Conv2d: (nn.utils.skip_init(nn.Conv2d, 4, 4, 3, padding=1), (1, 4, 6, 6)),
-        nn.Conv1d: (nn.utils.skip_init(nn.Conv1d, 4, 4, 3, padding=1), (1, 4, 6)),
-    }
-    found: dict[type[nn.Module], dict[str, Kernel]] = {kind: {} for kind in _KERNELS}
-    for kind, (layer, shape) in samples.items():
-        for name, kernel in _KERNELS[kind].items():
-            sample: nn.Module = nn.utils.skip_init(kind, 4, 4, 1) if kernel.pointwise else layer
-            dtypes = tuple(dtype for dtype in kernel.dtypes if _works(sample, kernel, shape, dtype))
-            if dtypes:
-                found[kind][name] = dataclasses.replace(kernel, dtypes=dtypes)
-    for convolution in (nn.Conv1d, nn.Conv2d):
-        if "onednn" not in found[convolution]:
-            found[convolution].clear()  # other kernels compute in the layout of oneDNN
-    int8 = found[nn.Linear].get("int8")
-    if int8 and _is_reference(int8):
-        del found[nn.Linear]["int8"]
-    elif int8:  # faster than `int8_weight` for all sizes
-        found[nn.Linear].pop("int8_weight", None)
+    found: dict[type[nn.Module], dict[str, Kernel]] = {}
+    for kind, kernels in _KERNELS.items():
+        probed = {name: _probed(kind, kernel) for name, kernel in kernels.items()}
+        found[kind] = {name: kernel for name, kernel in probed.items() if kernel.dtypes}
+        if kind is not nn.Linear and "onednn" not in found[kind]:
+            found[kind].clear()  # other kernels compute in the layout of oneDNN
+    linear = found[nn.Linear]
+    if "int8" in linear:  # faster than `int8_weight` for all sizes, unless it is a reference implementation
+        linear.pop("int8" if _is_reference(linear["int8"]) else "int8_weight", None)
     return found
+
+
+def _probed(kind: type[nn.Module], kernel: Kernel) -> Kernel:
+    """Leave out the dtypes in which a kernel does not work on this machine."""
+    options = (64, 16) if kind is nn.Linear else (4, 4, 1 if kernel.pointwise else 3)
+    layer: nn.Module = nn.utils.skip_init(kind, *options)  # initialization would draw random numbers
+    shape = {nn.Linear: (4, 64), nn.Conv1d: (1, 4, 6), nn.Conv2d: (1, 4, 6, 6)}[kind]
+    dtypes = tuple(dtype for dtype in kernel.dtypes if _works(layer, kernel, shape, dtype))
+    return dataclasses.replace(kernel, dtypes=dtypes)
 
 
 def _is_reference(kernel: Kernel) -> bool:

@@ -60,16 +60,11 @@ class MaskReader:
     def added(self, node: Node, step: Node) -> Mask:
         """Describe the mask that a step adds."""
         least, device = self._least_in(node), graph.value_of(step).device.type
+        finite, training = least > _smallest_finite(device), self._index.graph_module.training
         unless = None
-        if least <= _smallest_finite(device):
-            unless = f"{node.name} may hold -inf: a row of -inf gives NaN, but zeros if fused"
-            if device != "cpu":
-                unless = f"{node.name} may hold {_LEAST_ELSEWHERE:.1e} or less: kernels of {device} give zeros for a row of it"
-        elif least <= _LOSING_GRADIENTS and self._index.graph_module.training:
-            unless = (
-                f"{node.name} may hold {least:.1e}: a row that is masked entirely would have other gradients"
-            )
-        return Mask(node, step, unless=unless, least=least, finite=least > _smallest_finite(device))
+        if not finite or (training and least <= _LOSING_GRADIENTS):
+            unless = f"{node.name} may hold {least:.1e}: a row that is masked entirely would differ if fused on {device}"
+        return Mask(node, step, unless=unless, least=least, finite=finite)
 
     def filled(self, node: Node, step: Node, source: Node, fill: Any, where: bool = True) -> Mask:
         """Describe the mask by which a step replaces scores by a value, which must be small enough to hide any score."""
@@ -90,12 +85,13 @@ class MaskReader:
     def check_rows(self, masks: Sequence[Mask], dtype: torch.dtype | None) -> None:
         """Raise an Obstacle if a row of scores may be masked entirely, and one call would compute another result for it."""
         reasons = [mask.unless for mask in masks if mask.unless]
+        hiding = [mask for mask in masks if mask.least <= _LOSING_GRADIENTS]
         if masks and dtype == torch.float16:
             reasons.append("in float16, a row that is masked entirely would have other weights")
         elif len(masks) == 1:  # two masks together may hide all keys of a row
             no_matter = self._inference and masks[0].finite
             reasons = [] if no_matter or (reasons and self._leaves_keys(masks[0])) else reasons
-        elif _may_overflow(masks) and not any(map(self._leaves_keys, masks)):
+        elif len(hiding) > 1 and not any(map(self._leaves_keys, masks)):
             reasons.append("its masks may add up to -inf: a row of -inf gives NaN, but zeros if fused")
         if reasons and not self._each_row_has_a_key:
             raise Obstacle(f"{reasons[0]}. If no row is masked entirely, pass each_row_has_a_key=True")
@@ -142,14 +138,6 @@ def _least(value: object) -> float:
     if isinstance(value, float):
         return -abs(value) if math.isfinite(value) else value
     return float(min(value, 0)) if isinstance(value, int) else 0.0
-
-
-def _may_overflow(masks: Sequence[Mask]) -> bool:
-    """Tell whether the sum of masks may be less than the least number of their dtype; halves keep Python's sum finite."""
-    if len(masks) < 2:
-        return False
-    least = torch.finfo(graph.value_of(masks[0].step).dtype).min
-    return sum(mask.least / 2 for mask in masks) < 0.51 * least
 
 
 def _smallest_finite(device: str) -> float:

@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import nn
 from torch.fx import Node
 
 from fxopt import graph
 from fxopt.capture.runtime.input_guard import InputGuard
-from fxopt.capture.runtime.input_specs import TensorSpec, dtype_kind
+from fxopt.capture.runtime.input_specs import TensorSpec
 from fxopt.graph_index import GraphIndex
 from fxopt.operators import facts_of
 
-# The precision of a floating value may come from a complex input, and the reverse: `abs`, `torch.fft.fft`.
-_RELATED = {"floating", "complex"}
 CASTS = ("to", "float", "double", "half", "bfloat16")
 """Methods that return the tensor itself if it already has the dtype."""
 
 
 def input_of_any_dtype(index: GraphIndex, node: Node) -> Node | None:
     """An input that determines the dtype of `node`, and may have another dtype in a later call; None if there is none."""
-    kind = dtype_kind(graph.value_of(node).dtype)
-    kinds = _RELATED if kind in _RELATED else {kind}
 
     def sources(each: Node) -> list[Node]:
         return [] if _names_dtype(each) or _has_one_dtype(index, each) else each.all_input_nodes
 
     inputs = (each for each in graph.reached([node], sources) if each.op == "placeholder")
-    return next((each for each in inputs if _may_change(index, each, kinds)), None)
+    return next((each for each in inputs if _may_change(index, each)), None)
 
 
-def _may_change(index: GraphIndex, placeholder: Node, kinds: Collection[str]) -> bool:
-    """Tell whether this input may have several dtypes of one of these kinds, or any dtype; the kind `bool` has only one."""
+def _may_change(index: GraphIndex, placeholder: Node) -> bool:
+    """Tell whether an input may have another dtype than in the trace."""
     guard = None if index.guard is None else index.module(index.guard)
     if index.guard is None or not isinstance(guard, InputGuard):
-        return "bool" not in kinds
+        return True
     specs = [spec for spec in guard.inputs if index.guard.kwargs[spec.name] is placeholder]
-    tensors = [spec for spec in specs if isinstance(spec, TensorSpec) and not spec.strict_dtype]
-    return any(
-        spec.any_dtype or ("bool" not in kinds and dtype_kind(spec.dtype) in kinds) for spec in tensors
-    )
+    return any(isinstance(spec, TensorSpec) and not spec.strict_dtype for spec in specs)
 
 
 def _has_one_dtype(index: GraphIndex, node: Node) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
@@ -14,7 +12,7 @@ from fxopt.constants import is_watched
 from fxopt.graph_index import GraphIndex
 from fxopt.obstacles.scaling import LAYERS
 from fxopt.operators import hooks_of, is_torch_module
-from fxopt.torch_internals import BUFFERS, PARAMETERS, buffers_of, parameters_of
+from fxopt.torch_internals import PARAMETERS, parameters_of
 
 
 def computes_weights(layer: nn.Module) -> bool:
@@ -33,10 +31,9 @@ def plain_obstacle(index: GraphIndex, node: Node) -> str | None:
     own = [part for part in layer.modules() if part is not layer]
     if _kind(layer) not in LAYERS:
         return "it is no linear layer or convolution of torch"
-    if not is_torch_module(layer) or any(map(hooks_of, own)) or effects.has_forward_hooks(layer):
+    backward = any("backward" in name for name in hooks_of(layer))
+    if backward or any(map(hooks_of, own)) or effects.has_forward_hooks(layer) or not is_torch_module(layer):
         return "it has hooks, or a parametrization that is not torch's own"
-    if any("backward" in name for name in hooks_of(layer)):
-        return "it has backward hooks"
     if any(part.training for part in layer.modules()):
         return "it is in training mode"
     writer = index.memory.writer_of(layer)
@@ -52,20 +49,18 @@ def plain_obstacle(index: GraphIndex, node: Node) -> str | None:
 
 def with_computed_weights(layer: nn.Module) -> nn.Module:
     """Make a plain layer with the weights that a layer computes."""
-    parametrized, clean, kind = [*getattr(layer, "parametrizations", ())], vars(nn.Module()), _kind(layer)
-    plain: Any = kind.__new__(kind)
-    own = {name: value for name, value in vars(layer).items() if name not in clean}
-    held = {PARAMETERS: dict(parameters_of(layer)), BUFFERS: dict(buffers_of(layer))}
-    vars(plain).update(clean | own | held, training=False)
     trained = any(parameter.requires_grad for parameter in layer.parameters())
+    computing, tensors = type(layer).__new__(type(layer)), dict[str, Tensor | None]()
+    vars(computing).update(vars(layer))  # hooks write their results into the layer
     with torch.no_grad():
         for hook in effects.weight_hooks_of(layer):
-            hook(plain, ())
-        computed = {name: value for name, value in vars(plain).items() if isinstance(value, Tensor)}
-        computed |= {name: getattr(layer, name) for name in parametrized}
-        tensors: dict[str, Any] = {name: parameters_of(layer).get(name) for name in ("weight", "bias")}
-        tensors |= {name: nn.Parameter(value.clone(), trained) for name, value in computed.items()}
-    for name in computed:
-        vars(plain).pop(name, None)
-    vars(plain).update({PARAMETERS: tensors, BUFFERS: {}})
-    return plain  # type: ignore[no-any-return]
+            hook(computing, ())
+        for name in ("weight", "bias"):
+            value, held = getattr(computing, name), parameters_of(layer).get(name)
+            tensors[name] = held if value is held else nn.Parameter(value.clone(), trained)
+    kind = _kind(layer)
+    plain = kind.__new__(kind)
+    nn.Module.__init__(plain)
+    options = {name: value for name, value in vars(layer).items() if name not in {*vars(plain), *tensors}}
+    vars(plain).update({**options, PARAMETERS: tensors, "training": False})
+    return plain

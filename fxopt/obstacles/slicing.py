@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from typing import Any
 
 import torch
@@ -42,11 +44,5 @@ def _splits_last(view: Node, width: int | None) -> bool:
     shape: Any = value.shape if isinstance(value, Tensor) else view.args[1:]
     if len(shape) == 1 and isinstance(shape[0], tuple | list):
         shape = shape[0]
-    product = 1
-    for size in reversed(shape):
-        if not isinstance(size, int) or size < 1:
-            return False
-        product *= size
-        if product >= width:
-            return product == width
-    return False
+    sizes = itertools.takewhile(lambda size: isinstance(size, int) and size > 0, reversed(shape))
+    return width in itertools.accumulate(sizes, operator.mul)

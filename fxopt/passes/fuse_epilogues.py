@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fxopt import graph
@@ -96,9 +95,4 @@ def _added(call: Node, user: Node) -> Node | None:
         return None
     first, second = user.args
     other = second if first is call else first
-    if not isinstance(other, Node):
-        return None
-    mine, its = graph.value_of(call), graph.value_of(other)
-    if not isinstance(mine, Tensor) or not isinstance(its, Tensor) or mine.dtype != its.dtype:
-        return None
-    return other if graph.alike(mine.shape, its.shape) else None
+    return other if isinstance(other, Node) and graph.same_kind(call, other) else None

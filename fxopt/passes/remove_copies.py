@@ -15,7 +15,7 @@ from fxopt.operators import Fact, facts_of, name_of
 from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
-from fxopt.torch_internals import FakeTensor, is_erased
+from fxopt.torch_internals import is_erased
 
 _ATTENTION = "scaled_dot_product_attention"
 _TURNING = ("transpose", "swapaxes", "swapdims", "permute", _ATTENTION)
@@ -105,7 +105,7 @@ def _copy(node: Node) -> Copy | None:
         steps.append(value)
         source = value.args[0]
         assert isinstance(source, Node)
-        if _alike(node, source) and any(name_of(step) == "contiguous" for step in steps):
+        if graph.same_kind(node, source) and any(name_of(step) == "contiguous" for step in steps):
             found = Copy(node, tuple(steps), source)
         value = source
     return found
@@ -121,13 +121,6 @@ def _is_plain(node: Node) -> bool:
     if not node.args or not isinstance(node.args[0], Node) or not isinstance(graph.value_of(node), Tensor):
         return False
     return graph.dtype_of(node) == graph.dtype_of(node.args[0])
-
-
-def _alike(left: Node, right: Node) -> bool:
-    mine, its = graph.value_of(left), graph.value_of(right)
-    if not isinstance(mine, FakeTensor) or not isinstance(its, FakeTensor):
-        return False
-    return mine.dtype == its.dtype and str(mine.shape) == str(its.shape)
 
 
 def _obstacle(index: GraphIndex, copy: Copy) -> str | None:
@@ -168,12 +161,10 @@ def _turned(
             return f"{user.name} may depend on its strides"
         changes = str(found.stride()) != str(graph.value_of(user).stride())
         if name in _READING:
-            writer = index.memory.written(user)
-            if changes or writer:
-                written = (
-                    f"{writer.name} may write into {user.name}, which may become a view" if writer else ""
-                )
-                return written or f"{user.name} would have other strides"
+            if changes:
+                return f"{user.name} would have other strides"
+            if writer := index.memory.written(user):
+                return f"{writer.name} may write into {user.name}, which may become a view"
             read.add(user)
             turned[user] = found
         layouts = [found] if changes else []

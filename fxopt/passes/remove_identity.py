@@ -68,15 +68,13 @@ def _obstacle(index: GraphIndex, node: Node, module: nn.Module | None) -> str | 
         free = input_of_any_dtype(index, node.all_input_nodes[0])
         if free is not None:
             return f"the input {free.name} may come in another dtype, from which this casts"
-    source = node.all_input_nodes[0]
-    copies = graph.function_name(node) == "pad"
-    if copies and index.memory.is_returned(node):
-        return "the graph returns it, which is a copy"
-    views = module is None and not copies and Fact.RANDOM not in facts_of(node) and not _may_be_itself(node)
-    if views and index.memory.is_returned(node) and not _is_made_here(index, source):
-        return "the graph returns it, which is a view of an input or weight"
-    # Autograd treats a write into a view differently.
-    writer = index.memory.written(node) or (index.memory.written(source) if copies else None)
+    source, memory = node.all_input_nodes[0], index.memory
+    made_here = not any(each.op in ("placeholder", "get_attr") for each in memory.aliases(source))
+    returned = memory.is_returned(node) and Fact.RANDOM not in facts_of(node)
+    if returned and (graph.function_name(node) == "pad" or not made_here):
+        return "the graph returns it, which is a copy, or a view of an input or weight"
+    # Autograd treats a write into a view differently, and a copy does not see a write into its source.
+    writer = memory.written(node) or memory.written(source)
     if writer:
         return f"{writer.name} may write into it"
     if index.graph_module.graph.output_node() in source.users.keys() & node.users.keys():
@@ -84,17 +82,7 @@ def _obstacle(index: GraphIndex, node: Node, module: nn.Module | None) -> str | 
     # Under `no_grad`, a view has no gradients, so no mode may change between the value and the view. A parameter, or a
     # tensor in a container, is older than the node that reads it.
     older = not (source.all_input_nodes and isinstance(graph.value_of(source.all_input_nodes[0]), Tensor))
-    return index.memory.write_between(index.guard or index.nodes[0] if older else source, node)
-
-
-def _may_be_itself(node: Node) -> bool:
-    """Tell whether a call that changes nothing returns its input itself, and not a view of it."""
-    return graph.function_name(node) in (*CASTS, "contiguous")
-
-
-def _is_made_here(index: GraphIndex, value: Node) -> bool:
-    """Tell whether a value shares no memory with an input or a weight."""
-    return not any(each.op in ("placeholder", "get_attr") for each in index.memory.aliases(value))
+    return memory.write_between(index.guard or index.nodes[0] if older else source, node)
 
 
 def _gives_back(index: GraphIndex, node: Node, module: nn.Module | None, facts: Fact) -> bool:

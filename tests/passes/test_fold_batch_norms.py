@@ -196,14 +196,3 @@ def test_the_weights_are_rounded_once(kind, shape):
     norm = copy.deepcopy(model[1]).double()
     scale = norm.weight / (norm.running_var + norm.eps).sqrt()
     assert torch.equal(folded, (weight * scale.reshape(shape)).bfloat16())
-
-
-def test_weights_in_complex_numbers_are_refused():
-    model = nn.Sequential(nn.Conv2d(4, 6, 3, dtype=torch.complex64), nn.BatchNorm2d(6)).eval()
-    refused(
-        FoldBatchNorms(),
-        model,
-        image(2).to(torch.complex64),
-        reason="the layer torch.complex64",
-        trace=fx_trace,
-    )

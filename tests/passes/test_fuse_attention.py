@@ -14,16 +14,10 @@ from transformers import (
     BertModel,
     BloomConfig,
     BloomModel,
-    GPT2Config,
-    GPT2Model,
-    LlamaConfig,
-    LlamaModel,
     SwinConfig,
     SwinModel,
     T5Config,
     T5EncoderModel,
-    ViTConfig,
-    ViTModel,
 )
 
 import fxopt
@@ -241,7 +235,7 @@ def test_masks(name):
 )
 def test_in_training_mode_a_row_that_is_masked_entirely_keeps_its_gradients(mask):
     model = Attends(lambda m, q, k, v, p: (scores(q, k) / 2 + mask(p)).softmax(-1) @ v).train()
-    refused(FuseAttention(), model, X, PADDING, reason="would have other gradients", trace=fxopt_trace)
+    refused(FuseAttention(), model, X, PADDING, reason="would differ if fused", trace=fxopt_trace)
     for pass_ in (FuseAttention(each_row_has_a_key=True), FuseAttention(inference=True)):
         assert pass_.explain(fxopt_trace(model, [X, PADDING])).sites
 
@@ -268,7 +262,6 @@ REFUSED = {
         lambda m, q, k, v: scores(q.mT.contiguous().mT, k).softmax(-1) @ v,
         "the rows of its queries, keys or values have gaps",
     ),
-    "keys with gaps": (lambda m, q, k, v: (q @ k.mT.contiguous()).softmax(-1) @ v, "have gaps"),
     "wide values": (
         lambda m, q, k, v: scores(q, k).softmax(-1) @ torch.cat([v, v], -1),
         "its values have another width than its queries",
@@ -316,10 +309,6 @@ REFUSED = {
         lambda m, q, k, v: scores(q, k).softmax(-1).transpose(-1, -2) @ v,
         " is between the softmax",
     ),
-    "scores that are turned": (
-        lambda m, q, k, v: scores(q, k).transpose(-1, -2).softmax(-1) @ v,
-        " is between the product",
-    ),
     "keys for all": (lambda m, q, k, v: scores(q, k[:1]).softmax(-1) @ v, "broadcast"),
     "values for all": (lambda m, q, k, v: scores(q, k).softmax(-1) @ v[:, :1], "broadcast"),
     "a mask of more": (
@@ -328,10 +317,6 @@ REFUSED = {
     ),
     "five dimensions": (
         lambda m, q, k, v: scores(q[None], k[None]).softmax(-1) @ v[None],
-        "3 or 4 dimensions",
-    ),
-    "two dimensions": (
-        lambda m, q, k, v: scores(q[0, 0], k[0, 0]).softmax(-1) @ v[0, 0],
         "3 or 4 dimensions",
     ),
     "other views": (
@@ -694,18 +679,14 @@ def test_free_sizes_stay_free():
 
 GROUPED = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2}
 TEXT = {**GROUPED, "vocab_size": 60, "max_position_embeddings": 32}
-IMAGE = {**GROUPED, "image_size": 8, "patch_size": 2}
 MODELS = {
     "BERT": (BertModel, BertConfig(**TEXT), 2),
-    "GPT-2": (GPT2Model, GPT2Config(vocab_size=60, n_embd=16, n_layer=2, n_head=4), 2),
     "Bloom": (BloomModel, BloomConfig(vocab_size=60, hidden_size=16, n_layer=2, n_head=4), 2),
     "T5": (
         T5EncoderModel,
         T5Config(vocab_size=60, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4),
         2,
     ),
-    "Llama": (LlamaModel, LlamaConfig(**TEXT, num_key_value_heads=2), 2),
-    "ViT": (ViTModel, ViTConfig(**IMAGE), 2),
     "Swin": (
         SwinModel,
         SwinConfig(image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=2),
@@ -719,7 +700,7 @@ def small(name):
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     config._attn_implementation = "eager"
     model = randomise(cls(config)).eval()
-    if name in ("ViT", "Swin"):
+    if name == "Swin":
         return model, {"pixel_values": torch.randn(2, 3, config.image_size, config.image_size)}, sites
     ids = torch.randint(0, 60, (3, 7))
     mask = torch.ones_like(ids)
@@ -740,18 +721,12 @@ def test_attention_of_transformers(name):
             after(**inputs).last_hidden_state, model(**inputs).last_hidden_state, rtol=1e-4, atol=1e-4
         )
         assert_round_trip(traced, fxopt.undo(after))
-        upcast = name in (
-            "Bloom",
-            "Llama",
-            "ViT",
-            "Swin",
-        )  # whose softmax is in float32 whatever the model is in
-        if not upcast:
-            wide, numbers = model.double(), inputs
+        if name not in ("Bloom", "Swin"):  # whose softmax is in float32 whatever the model is in
+            wide = model.double()
             traced = fxopt.symbolic_trace(wide, list(inputs))
             after = FuseAttention()(copy.deepcopy(traced))
             assert len(calls(after)) == sites
-            difference = after(**numbers).last_hidden_state - wide(**numbers).last_hidden_state
+            difference = after(**inputs).last_hidden_state - wide(**inputs).last_hidden_state
             assert difference.abs().max() < 1e-12
 
 
@@ -764,7 +739,7 @@ def test_the_least_number_is_added_on_the_cpu_alone(device, count):
     explanation = FuseAttention().explain(traced)
     assert len(explanation.sites) == count
     if not count:
-        assert "kernels of meta give zeros for a row of it" in explanation.refusals[0][2]
+        assert "a row that is masked entirely would differ if fused on meta" in explanation.refusals[0][2]
         assert len(FuseAttention(each_row_has_a_key=True).explain(traced).sites) == 1
     bias = Attends(lambda m, q, k, v: (scores(q, k) + m.bias).softmax(-1) @ v).eval().to(device)
     assert len(FuseAttention().explain(fxopt.trace(bias, (X.to(device),))).sites) == 1

@@ -80,12 +80,3 @@ def write_before_the_linear(m, x):
 )
 def test_other_uses_are_refused(use, reason):
     refuse(Use(use), X, reason=reason)
-
-
-def test_a_write_to_another_value_is_no_obstacle():
-    def use(m, x):
-        y = m.norm(x)
-        (x * 2).add_(1)
-        return m.linear(y)
-
-    check(Use(use), X, sites=1)

@@ -1,16 +1,14 @@
 """MergeLinears: merged where the outputs stay the same, refused with a reason where they would not."""
 
-import copy
 import operator
-import pickle
 
 import pytest
 import torch
 from torch import nn
 
 import fxopt
-from fxopt import FuseBiasInLinear, MergeLinears, UndoError, undo
-from fxopt.testing import assert_round_trip, randomise
+from fxopt import MergeLinears, UndoError, undo
+from fxopt.testing import randomise
 from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
 from tests.modules import module
 
@@ -143,14 +141,10 @@ def between(statement):
 WRITES = {
     "method": lambda m, h, v: h.mul_(2),
     "through a view": lambda m, h, v: v.add_(1),
-    "through a detached alias": lambda m, h, v: h.detach().zero_(),
     "out": lambda m, h, v: torch.add(v, 1, out=h),
     "setitem": lambda m, h, v: operator.setitem(h, 0, 1.0),
-    "inplace functional": lambda m, h, v: torch.nn.functional.relu(h, inplace=True),
-    "inplace positional": lambda m, h, v: torch.nn.functional.relu(h, True),
     "inplace module": lambda m, h, v: m.act(h),
     "operator library": lambda m, h, v: torch.ops.aten.mul_.Tensor(h, 2),
-    "operator packet": lambda m, h, v: torch.ops.aten.mul_(h, 2),
 }
 
 
@@ -162,11 +156,6 @@ def test_a_write_between_keeps_layers_apart(name):
     refused(MergeLinears(), model, X, reason="a write or side effect is between", trace=trace)
 
 
-def test_what_stands_between_is_named():
-    reason = "on the same input: mul_ may write into mul between q and k"
-    refused(MergeLinears(), Heads(between(WRITES["method"])), X, reason=reason)
-
-
 def test_a_write_elsewhere_does_not():
     rewritten(MergeLinears(), Heads(between(lambda m, h, v: (h * 2).add_(1))), X, sites=1)
 
@@ -176,13 +165,11 @@ def test_a_write_elsewhere_does_not():
     [
         (lambda m, x: (m.q(x).view(-1), m.k(x)), "depends on the memory layout"),
         (lambda m, x: (m.q(x).transpose(0, 1).view(3, 16), m.k(x)), "depends on the memory layout"),
-        (lambda m, x: (m.q(x).as_strided((2,), (1,)), m.k(x)), "depends on the memory layout"),
         (lambda m, x: (m.q(x).is_contiguous(), m.k(x)), "depends on the memory layout"),
         (lambda m, x: (torch.as_strided(m.q(x), (2,), (1,)), m.k(x)), "depends on the memory layout"),
         (lambda m, x: (fill(m.q(x)), m.k(x)), "a function whose use of the memory layout is unknown"),
         (lambda m, x: (in_order(m.q(x)), m.k(x)), "a function whose use of the memory layout is unknown"),
         (lambda m, x: (m.q(x).resize_(3, 8), m.k(x)), "may write into its output"),
-        (lambda m, x: (m.q(x).squeeze_(), m.k(x)), "may write into its output"),
         (lambda m, x: (m.q(x).mul_(3), m.k(x)), "may write into its output"),
         (lambda m, x: (m.q(x).transpose(0, 1).add_(1), m.k(x)), "may write into its output"),
     ],
@@ -277,13 +264,6 @@ def test_layers_tied_to_each_other_are_refused():
     rewritten(MergeLinears(), model, X, sites=1)
 
 
-def test_a_tie_to_a_layer_that_is_not_merged_with_it():
-    model = Heads(lambda m, x: (m.q(x), m.k(x)), bias=True)
-    model.k = nn.Linear(8, 8, bias=False)
-    model.k.weight = model.q.weight
-    refused(MergeLinears(), model, X, reason="shares memory")
-
-
 def test_undo_keeps_training_and_dtype():
     model = randomise(Heads())
     merged = MergeLinears()(torch.fx.symbolic_trace(model))
@@ -305,34 +285,10 @@ def test_plain_attributes_come_back():
     assert restored.q._forward_hooks is not model.q._forward_hooks
 
 
-def test_undoing_in_the_wrong_order_names_the_right_one():
-    merged = MergeLinears()(torch.fx.symbolic_trace(Heads()))
-    both = FuseBiasInLinear()(merged)
-    with pytest.raises(UndoError, match=r"Undo FuseBiasInLinear\(\) first"):
-        MergeLinears()(both, reverse=True)
-    MergeLinears()(FuseBiasInLinear()(both, reverse=True), reverse=True)
-
-
 def test_undo_after_dead_code_elimination_raises():
     merged = MergeLinears()(torch.fx.symbolic_trace(Heads(lambda m, x: (m.q(x), m.k(x), m.v(x))[:2])))
     merged.graph.eliminate_dead_code()
     with pytest.raises(UndoError, match="no longer has nodes that the pass made"):
-        MergeLinears()(merged, reverse=True)
-
-
-@pytest.mark.parametrize("damage", ["slice", "use", "module"])
-def test_undo_of_a_changed_site_raises(damage):
-    merged = MergeLinears()(torch.fx.symbolic_trace(Heads()))
-    (node,) = MergeLinears().get_transformed_nodes(merged)
-    if damage == "slice":
-        first = next(iter(node.users))
-        first.args = (node, (Ellipsis, slice(0, 7)))
-    elif damage == "use":
-        with merged.graph.inserting_after(node):
-            merged.graph.call_function(torch.relu, (node,))
-    else:
-        merged.fxopt_merged_q_k_v = nn.Linear(8, 21)
-    with pytest.raises(UndoError, match="was changed since"):
         MergeLinears()(merged, reverse=True)
 
 
@@ -362,37 +318,6 @@ def test_a_shared_container_is_not_written_to():
     explanation = MergeLinears().explain(traced)
     assert not explanation.sites
     assert "may share with the model" in explanation.refusals[0][2]
-
-
-def test_gradients_are_those_of_the_original():
-    model = Heads(attention)
-    merged = MergeLinears()(torch.fx.symbolic_trace(model))
-    inputs = [X.clone().requires_grad_() for _ in range(2)]
-    for graph, x in zip((model, merged), inputs, strict=True):
-        sum(out.pow(2).sum() for out in graph(x)).backward()
-    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
-    joined = torch.cat([layer.weight.grad for layer in (model.q, model.k, model.v)])
-    torch.testing.assert_close(merged.fxopt_merged_q_k_v.weight.grad, joined)
-
-
-def test_a_bert_layer():
-    pytest.importorskip("transformers")
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=30)
-    traced = fxopt.trace(BertModel(config).eval(), (torch.arange(6).reshape(2, 3),))
-    before = copy.deepcopy(traced)
-    after = pickle.loads(pickle.dumps(MergeLinears()(traced)))
-    assert len(MergeLinears().get_transformed_nodes(after)) == 2
-    assert_round_trip(before, MergeLinears()(after, reverse=True))
-
-
-def test_a_module_that_took_an_old_name_is_not_overwritten():
-    merged = MergeLinears()(torch.fx.symbolic_trace(Heads()))
-    own = merged.k = nn.Linear(8, 8)
-    with pytest.raises(UndoError, match="other modules now use the name k, .*Rename them first"):
-        MergeLinears()(merged, reverse=True)
-    assert merged.k is own
 
 
 def test_undo_gives_each_layer_memory_of_its_own():

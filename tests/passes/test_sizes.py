@@ -19,6 +19,7 @@ HALVES = {
     "obstacles/precision_plan.py": "passes/change_precision.py",
     "functional.py": "passes/make_layers.py",
     "obstacles/rounding.py": "passes/change_true_div_to_mul_by_inverse.py",
+    "obstacles/slicing.py": "passes/merging.py",
     "obstacles/parametrized.py": "passes/fold_constants.py",
     "obstacles/parameter_constants.py": "passes/fold_scale_and_shift.py",
     **dict.fromkeys(
