@@ -39,7 +39,16 @@ class PackedLayer(nn.Module):
 
     def forward(self, input: Tensor, other: Tensor | None = None, activation: str | None = None) -> Tensor:
         """Compute `activation(layer(input) + other)`."""
-        return _forward(self, super().forward, input, other, activation)
+        if torch.compiler.is_compiling():
+            return apply_epilogue(super().forward(input), other, activation)
+        if type(input) is Tensor and _can_run(self, input, other):
+            kernel = _kernel_of(self)
+            if kernel is not None and input.dtype in kernel.dtypes and not input.shape[-1] % kernel.multiple:
+                run = _packed(self, kernel).run
+                return run(parameters_of(self)["bias"], input, other, activation, False)
+        # Drop the packed weight: writes before the next packed call may not change the version of the weight.
+        self.__dict__.pop("_packed", None)
+        return apply_epilogue(super().forward(input), other, activation)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_packed"}
@@ -173,25 +182,6 @@ def packed_weight(packed: Any) -> Packed | None:
 def _kernel_of(packed: Any) -> Kernel | None:
     plain = _PLAIN.get(type(packed))
     return None if plain is None else available(plain).get(packed.kernel)
-
-
-def _forward(
-    layer: Any,
-    plain: Callable[[Tensor], Tensor],
-    input: Tensor,
-    other: Tensor | None,
-    activation: str | None,
-) -> Tensor:
-    if torch.compiler.is_compiling():
-        return apply_epilogue(plain(input), other, activation)
-    if type(input) is Tensor and _can_run(layer, input, other):
-        kernel = _kernel_of(layer)
-        if kernel is not None and input.dtype in kernel.dtypes and not input.shape[-1] % kernel.multiple:
-            run = _packed(layer, kernel).run
-            return run(parameters_of(layer)["bias"], input, other, activation, False)
-    # Drop the packed weight: writes before the next packed call may not change the version of the weight.
-    layer.__dict__.pop("_packed", None)
-    return apply_epilogue(plain(input), other, activation)
 
 
 def _can_run(layer: nn.Module, input: Tensor, other: Tensor | None) -> bool:

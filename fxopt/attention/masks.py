@@ -31,7 +31,6 @@ class Mask:
         where: the value of `node` that selects a score.
         unless: why one call cannot compute the attention if a row of scores is masked entirely; None if it can.
         least: the least number that the mask adds to scores, or sets them to.
-        finite: whether a row that is masked entirely differs only in its gradients.
     """
 
     node: Node
@@ -40,7 +39,6 @@ class Mask:
     where: bool = True
     unless: str | None = None
     least: float = 0.0
-    finite: bool = False
 
 
 class MaskReader:
@@ -59,12 +57,11 @@ class MaskReader:
 
     def added(self, node: Node, step: Node) -> Mask:
         """Describe the mask that a step adds."""
-        least, device = self._least_in(node), graph.value_of(step).device.type
-        finite, training = least > _smallest_finite(device), self._index.graph_module.training
+        least, training = self._least_in(node), self._index.graph_module.training
         unless = None
-        if not finite or (training and least <= _LOSING_GRADIENTS):
-            unless = f"{node.name} may hold {least:.1e}: a row that is masked entirely would differ if fused on {device}"
-        return Mask(node, step, unless=unless, least=least, finite=finite)
+        if not _is_finite(least, step) or (training and least <= _LOSING_GRADIENTS):
+            unless = f"{node.name} may hold {least:.1e}: a row that is masked entirely would differ if fused"
+        return Mask(node, step, unless=unless, least=least)
 
     def filled(self, node: Node, step: Node, source: Node, fill: Any, where: bool = True) -> Mask:
         """Describe the mask by which a step replaces scores by a value, which must be small enough to hide any score."""
@@ -79,8 +76,7 @@ class MaskReader:
         unless = "in a row that is masked entirely, scores would get gradients, which they do not have now"
         if number == -math.inf:
             unless = "masked scores are -inf: a row that is masked entirely gives NaN, but zeros if fused"
-        finite = number > _smallest_finite(graph.value_of(step).device.type)
-        return Mask(node, step, fill, where, unless, number, finite)
+        return Mask(node, step, fill, where, unless, number)
 
     def check_rows(self, masks: Sequence[Mask], dtype: torch.dtype | None) -> None:
         """Raise an Obstacle if a row of scores may be masked entirely, and one call would compute another result for it."""
@@ -89,7 +85,7 @@ class MaskReader:
         if masks and dtype == torch.float16:
             reasons.append("in float16, a row that is masked entirely would have other weights")
         elif len(masks) == 1:  # two masks together may hide all keys of a row
-            no_matter = self._inference and masks[0].finite
+            no_matter = self._inference and _is_finite(masks[0].least, masks[0].step)
             reasons = [] if no_matter or (reasons and self._leaves_keys(masks[0])) else reasons
         elif len(hiding) > 1 and not any(map(self._leaves_keys, masks)):
             reasons.append("its masks may add up to -inf: a row of -inf gives NaN, but zeros if fused")
@@ -140,9 +136,9 @@ def _least(value: object) -> float:
     return float(min(value, 0)) if isinstance(value, int) else 0.0
 
 
-def _smallest_finite(device: str) -> float:
-    """The largest number that the kernels of a device treat as -inf."""
-    return -math.inf if device == "cpu" else _LEAST_ELSEWHERE
+def _is_finite(number: float, step: Node) -> bool:
+    """Tell whether kernels treat a number in a mask as finite: then a masked row may differ only in its gradients."""
+    return number > (-math.inf if graph.value_of(step).device.type == "cpu" else _LEAST_ELSEWHERE)
 
 
 _LOGARITHMS = ("log", "log2", "log10", "log1p", "logit", "logsumexp", "log_softmax", "log_sigmoid")

@@ -27,7 +27,7 @@ class EliminateCommonSubexpressions(ReversibleRewrite[Duplicate]):
 
     Two nodes are equal if they call the same operator or module with the same values: masks and rotary tables that every
     layer computes again, or a projection that is called twice. Nodes that draw random numbers are skipped, and so are values
-    that a node writes into, and two equal values that the graph both returns.
+    that a node writes into, and values that the graph returns.
 
     Example:
         >>> import torch
@@ -45,8 +45,7 @@ class EliminateCommonSubexpressions(ReversibleRewrite[Duplicate]):
 
     def match(self, graph_module: GraphModule) -> Iterator[Duplicate | Refusal]:
         """Yield the nodes that compute the value of an earlier node again."""
-        index, returned = GraphIndex(graph_module), set[Node]()
-        first: dict[Hashable, Node] = {}
+        index, first = GraphIndex(graph_module), dict[Hashable, Node]()
         for node in index.nodes:
             if node.op in ("placeholder", "output") or not index.memory.is_pure(node):
                 continue
@@ -54,7 +53,7 @@ class EliminateCommonSubexpressions(ReversibleRewrite[Duplicate]):
             called = id(index.module(node)) if node.op == "call_module" else node.target
             earlier = first.setdefault((node.op, called, repr(node.args), repr(node.kwargs)), node)
             if earlier is not node:
-                reason = _obstacle(index, node, earlier, returned)
+                reason = _obstacle(index, node, earlier)
                 yield Refusal(node, reason) if reason else Duplicate(node, earlier)
 
     def apply(self, rewriter: Rewriter, site: Duplicate) -> Node:
@@ -68,8 +67,8 @@ class EliminateCommonSubexpressions(ReversibleRewrite[Duplicate]):
         return True
 
 
-def _obstacle(index: GraphIndex, node: Node, earlier: Node, returned: set[Node]) -> str | None:
-    """Return why `node` must stay, or None; then add `earlier` to `returned` if the graph returns it instead of `node`."""
+def _obstacle(index: GraphIndex, node: Node, earlier: Node) -> str | None:
+    """Return why `node` must stay; None if it may go."""
     memory = index.memory
     if reason := index.removing_obstacle(node) or index.removing_obstacle(earlier):
         return reason
@@ -77,9 +76,6 @@ def _obstacle(index: GraphIndex, node: Node, earlier: Node, returned: set[Node])
         writer = memory.written(value)
         if writer:
             return f"{writer.name} may write into {value.name}"
-    reason = memory.write_between(earlier, node)
-    if reason is None and memory.is_returned(node):
-        if earlier in returned or memory.is_returned(earlier):
-            return f"the graph returns its value and that of {earlier.name}, which the caller may write into"
-        returned.add(earlier)
-    return reason
+    if memory.is_returned(node):
+        return "the graph returns its value, which the caller may write into"
+    return memory.write_between(earlier, node)

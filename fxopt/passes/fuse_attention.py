@@ -79,23 +79,18 @@ class FuseAttention(ReversibleRewrite[Attention]):
         builder, last = _Builder(rewriter, site), site.node
         inputs = [builder.with_heads(node) for node in (site.query, builder.key(), site.value)]
         mask = builder.mask(inputs[0])
-        options = {"attn_mask": mask} if mask else {}
-        call: Any = {
-            "op": "call_function",
-            "target": F.scaled_dot_product_attention,
-            "args": tuple(inputs),
-            "kwargs": {**options, "dropout_p": 0.0, "scale": site.scale},
-        }
-        shape = whole = graph.value_of(last).shape
-        if len(whole) == 3:
-            shape = (*(site.heads or (1, whole[0])), *whole[1:])
+        options = {**({"attn_mask": mask} if mask else {}), "dropout_p": 0.0, "scale": site.scale}
+        value = graph.value_of(last)
+        joined = value.dim() == 3
+        shape = (*(site.heads or (1, value.shape[0])), *value.shape[1:]) if joined else value.shape
+        attention, described = F.scaled_dot_product_attention, graph.like(value, shape)
+        node = rewriter.create("call_function", attention, tuple(inputs), options, before=last, val=described)
+        if joined:
+            node = rewriter.create(
+                "call_method", "flatten", (node, 0, 1), before=last, val=graph.like(value, value.shape)
+            )
         # Kernels choose the layout of their output, and a product is contiguous.
-        for method in ["flatten"] * (len(whole) == 3) + ["contiguous"]:
-            node = rewriter.create(**call, before=last, val=graph.like(graph.value_of(last), shape))
-            shape = whole
-            call = {"op": "call_method", "target": method, "args": (node,), "kwargs": {}}
-            call["args"] += (0, 1) if method == "flatten" else ()
-        rewriter.set(last, **call)
+        rewriter.set(last, op="call_method", target="contiguous", args=(node,), kwargs={})
         for step in reversed(site.steps):
             rewriter.erase(step)
         if not site.key.users:

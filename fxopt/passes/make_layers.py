@@ -18,7 +18,7 @@ from fxopt.rewriting.explanation import Refusal
 from fxopt.rewriting.rewrite import ReversibleRewrite
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.spelling import call_of
-from fxopt.torch_internals import buffers_of, parameters_of, pytree
+from fxopt.torch_internals import buffers_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _layer(
     if function.turned:
         shapes["weight"] = shapes["weight"][::-1]
     options = {name: tuple(option) if isinstance(option, list) else option for name, option in given.items()}
-    if any(isinstance(leaf, Node) for leaf in pytree.tree_leaves(list(options.values()))):
+    if graph.nodes_in(options):
         return "an option of the call is computed"
     try:
         with torch.device("meta"):
@@ -136,12 +136,8 @@ def _layer(
         return f"the layer has no such options: {', '.join(options)}"
     except ValueError as error:
         return str(error)
-    held = {**parameters_of(layer), **buffers_of(layer)}
-    if any(
-        tensor is not None and tuple(held[name].shape) != shapes.get(name)
-        for name, tensor in held.items()
-        if name != COUNT
-    ):
+    held = {name: tuple(tensor.shape) for name, tensor in submodules.tensors_of({"": layer}) if name != COUNT}
+    if held != shapes:
         return "the shapes of its weights are not those of the layer"
     return layer.train(index.graph_module.training and not isinstance(layer, nn.modules.batchnorm._BatchNorm))
 

@@ -739,7 +739,7 @@ def test_the_least_number_is_added_on_the_cpu_alone(device, count):
     explanation = FuseAttention().explain(traced)
     assert len(explanation.sites) == count
     if not count:
-        assert "a row that is masked entirely would differ if fused on meta" in explanation.refusals[0][2]
+        assert "a row that is masked entirely would differ if fused" in explanation.refusals[0][2]
         assert len(FuseAttention(each_row_has_a_key=True).explain(traced).sites) == 1
     bias = Attends(lambda m, q, k, v: (scores(q, k) + m.bias).softmax(-1) @ v).eval().to(device)
     assert len(FuseAttention().explain(fxopt.trace(bias, (X.to(device),))).sites) == 1
