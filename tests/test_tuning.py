@@ -130,18 +130,6 @@ def test_processes_that_write_at_once_keep_each_others_times(monkeypatch, cache)
     assert len(kept_in(cache)) == 2
 
 
-def test_a_measurement_writes_its_row_alone(cache):
-    cache.parent.mkdir()
-    row = {"plain": 1.0, "processes": 2.0}
-    cache.write_text("\n".join(json.dumps([f"layer {number}", row]) for number in range(5000)))
-    before = cache.stat()
-    tuning.measured(LAYER, SHAPE, kernels_for(LAYER))
-    after = cache.stat()
-    assert before.st_ino == after.st_ino
-    assert 0 < after.st_size - before.st_size < 1000
-    assert len(kept_in(cache)) == 5001
-
-
 def test_threads_measure_one_after_the_other_and_each_layer_once(monkeypatch, cache):
     running, most, calls = [], [], []
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import EfficientNetConfig, EfficientNetModel, MobileNetV2Config, MobileNetV2Model
 
 import fxopt
 from fxopt import FoldPadding, UndoError
-from fxopt.testing import assert_equivalent, assert_round_trip, randomise
+from fxopt.testing import assert_equivalent, assert_round_trip
 from tests.modules import module
 
 PADS = [(1, 1, 1, 1), (0, 1, 0, 1), (1, 0, 2, 1), (3, 2, 0, 0), (2, 0, 0, 2)]
@@ -101,25 +100,6 @@ def test_undo_keeps_training_and_refuses_where_the_zeros_were_trained():
         weight.add_(1)
         with pytest.raises(UndoError, match="zeros that were added to its kernel"):
             fxopt.undo(traced)
-
-
-@pytest.mark.parametrize(
-    ("model", "sites"),
-    [
-        (lambda: MobileNetV2Model(MobileNetV2Config(depth_multiplier=0.35)), 52),
-        (
-            lambda: EfficientNetModel(
-                EfficientNetConfig(width_coefficient=0.5, depth_coefficient=0.5, hidden_dim=640)
-            ),
-            5,
-        ),
-    ],
-)
-def test_models_with_weights_of_tensorflow(model, sites):
-    model, x = randomise(model()).eval().double(), torch.randn(1, 3, 64, 64, dtype=torch.float64)
-    traced = fxopt.MakeLayers()(fxopt.trace(model, (x,)))
-    assert len(FoldPadding().explain(traced).sites) == sites
-    assert_equivalent(model, FoldPadding()(traced), (x,))
 
 
 def test_optimize_leaves_no_padding():

@@ -5,11 +5,10 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaModel
 
 import fxopt
 from fxopt import FuseMultiplyAdd
-from fxopt.testing import assert_equivalent, assert_round_trip, randomise
+from fxopt.testing import assert_equivalent, assert_round_trip
 from tests.modules import module
 
 AUTO = torch.export.Dim.AUTO
@@ -80,22 +79,6 @@ def test_lengths_behind_convolutions_of_a_free_length():
     FuseMultiplyAdd()(traced, verify=True)
     assert traced.graph.find_nodes(op="call_function", target=torch.addcmul)
     assert_equivalent(model, traced, (torch.randn(2, 4, 33),))
-
-
-def test_rotary_positions():
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=16,
-        use_cache=False,
-    )
-    model, ids = randomise(LlamaModel(config).double().eval()), torch.arange(6).view(2, 3)
-    traced = fxopt.trace(model, (ids,))
-    FuseMultiplyAdd()(traced, verify=True)
-    assert len(traced.graph.find_nodes(op="call_function", target=torch.addcmul)) == 4
-    assert_equivalent(model, traced, (ids,))
 
 
 def test_where_sizes_are_free_the_call_is_described():

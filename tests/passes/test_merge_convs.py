@@ -47,10 +47,6 @@ def test_of_other_dimensions_and_without_a_batch(kind, x):
     rewritten(MergeConvs(), Branches(kind(channels, 3, 3), kind(channels, 2, 3)), x, sites=1)
 
 
-def test_without_a_batch():
-    rewritten(MergeConvs(), Branches(), X[0], sites=1)
-
-
 def test_only_some_have_a_bias():
     rewritten(MergeConvs(), Branches(right=nn.Conv2d(4, 2, 3, bias=False)), X, sites=1)
 
@@ -94,21 +90,6 @@ def test_other_memory_formats_are_refused():
 def test_groups_are_refused():
     model = Branches(nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 2, 3, groups=2))
     refused(MergeConvs(), model, X, reason="it has 2 groups")
-
-
-def test_a_use_that_needs_contiguous_memory_is_refused():
-    model = Branches(use=lambda m, x: (m.left(x).view(2, -1), m.right(x)))
-    refused(MergeConvs(), model, X, reason="depends on the memory layout")
-
-
-def test_a_write_between_is_refused():
-    def use(m, x):
-        h = x * 1
-        y = m.left(h)
-        h.add_(1)
-        return y, m.right(h)
-
-    refused(MergeConvs(), Branches(use=use), X, reason="a write or side effect is between")
 
 
 def test_layers_whose_weight_alone_was_pruned_are_refused():
