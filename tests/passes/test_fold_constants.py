@@ -80,11 +80,8 @@ def _filled(write):
     "write",
     [
         lambda table, x: table.__setitem__(0, x[0]),
-        lambda table, x: table.__setitem__(0, 3.0),
         lambda table, x: table[1:].add_(x[0]),
         lambda table, x: table.diagonal().copy_(x[0]),
-        lambda table, x: table[0].fill_(2),
-        lambda table, x: table.__setitem__(table == 0, -1e4),
         lambda table, x: table.chunk(2)[1].mul_(2).add_(x[0]),
         lambda table, x: table.masked_fill_(x[0] > 0, 3),
     ],
@@ -142,14 +139,6 @@ def test_a_large_constant_is_refused():
     assert explanation.refusals[0][2] == "it takes 48 bytes: more than max_bytes=8"
 
 
-def test_a_folded_constant_shared_with_another_is_computed_right():
-    def function(m, x):
-        positions = torch.arange(4)
-        return x * positions + (positions + 1) * x + (positions * 2).cos()
-
-    rewritten(FoldConstants(), Uses(function), X, sites=3, trace=fxopt_trace)
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -205,12 +194,6 @@ def test_constants_made_of_buffers_get_the_dtype_that_these_would_give_them(cons
         assert made.to(dtype)(x).dtype == before(x).dtype
         torch.testing.assert_close(made(x), before(x))
     assert_round_trip(before, undo(changed))
-
-
-def test_undo_needs_no_folded_values():
-    traced = fxopt.trace(Uses(lambda m, x: x + torch.arange(4) * 2), (X,))
-    before = copy.deepcopy(traced).to("meta")
-    assert_round_trip(before, undo(FoldConstants()(traced).to("meta")))
 
 
 def test_a_buffer_that_is_tied_to_a_parameter_is_no_constant():

@@ -30,12 +30,6 @@ def test_folds(bias, affine, before):
     assert not [m for m in after.modules() if isinstance(m, nn.BatchNorm1d)]
 
 
-def test_norms_on_both_sides_and_in_chains():
-    layers = (nn.BatchNorm1d(4), nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2), nn.BatchNorm1d(2))
-    after = check(nn.Sequential(*layers, nn.BatchNorm1d(2)), X, sites=4)
-    assert not [m for m in after.modules() if isinstance(m, nn.BatchNorm1d)]
-
-
 def test_an_unknown_rank_is_refused():
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
     refused(FuseBatchNorm1dInLinear(), model, X, reason="number of dimensions is unknown", trace=fx_trace)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt import FuseBiasInLinear, UndoError
+from fxopt import FuseBiasInLinear
 from fxopt.testing import assert_round_trip
 from tests.before_after import fxopt_trace, rewritten
 
@@ -69,18 +69,3 @@ def test_undo_gives_a_transposed_weight_its_strides():
 def test_undo_gives_a_single_row_its_own_strides():
     restored = fxopt.undo(FuseBiasInLinear()(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 1)))))
     assert restored.get_parameter("0.weight").stride() == (4, 1)
-
-
-@pytest.mark.parametrize("damage", ["pad", "module", "user"])
-def test_undo_of_a_changed_site_raises(damage):
-    fused = FuseBiasInLinear()(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 3))))
-    (pad,) = fused.graph.find_nodes(op="call_function", target=torch.nn.functional.pad)
-    if damage == "pad":
-        pad.update_kwarg("value", 2.0)
-    elif damage == "module":
-        setattr(fused, "0", nn.Linear(5, 3))
-    else:
-        with fused.graph.inserting_after(pad):
-            fused.graph.call_function(torch.relu, (pad,))
-    with pytest.raises(UndoError, match="changed since"):
-        FuseBiasInLinear()(fused, reverse=True)

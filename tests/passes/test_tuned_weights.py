@@ -88,19 +88,6 @@ def test_bert_trained_while_rewritten_is_bert_trained(passes):
     assert not any(torch.equal(checkpoint[name], start[name]) for name in merged if "weight" in name)
 
 
-@PASSES
-def test_a_model_with_many_groups_keeps_what_it_learned(passes):
-    model, inputs = tied()
-    model.k.weight = nn.Parameter(model.k.weight.detach().clone())  # untied: tied layers are not merged
-    original = copy.deepcopy(model)
-    rewritten = tuned(passes(fxopt.trace(model, kwargs=inputs)), inputs)
-    with_passes = rewritten(**inputs)
-    undo(rewritten, len(history(rewritten)))
-    assert compare(with_passes, rewritten(**inputs)).max_rel < RTOL_FLOAT64
-    original.load_state_dict(rewritten.state_dict(), strict=True)
-    assert compare(with_passes, original(**inputs)).max_rel < RTOL_FLOAT64
-
-
 def test_tied_weights_stay_tied():
     model, inputs = tied()
     graph_module = fxopt.trace(model, kwargs=inputs)
