@@ -311,16 +311,20 @@ def _matmul_conv(layer: nn.Conv2d, shape: Sequence[int]) -> Packed:
     return Packed(_alone(product), weight.nbytes, unpack)
 
 
+_OF_ONE_ROW = {"kernel_size": 1, "stride": 1, "dilation": 1}
+
+
 def _of_one_row(pack: Callable[[Any, Sequence[int]], Packed]) -> Callable[[nn.Conv1d, Sequence[int]], Packed]:
     """Make a function that packs a convolution of sequences as one of images with one row."""
 
     def of_sequences(layer: nn.Conv1d, shape: Sequence[int]) -> Packed:
-        weight = nn.Parameter(layer.weight.unsqueeze(2), False)
-        image: Any = with_parameters(layer, {"weight": weight, "bias": None})
-        image.__class__ = nn.Conv2d
-        for name in ("kernel_size", "stride", "dilation"):
-            setattr(image, name, (1, *getattr(layer, name)))
-        image.padding = (0, *(padding_of(layer) or [0]))
+        options = {name: (one, *getattr(layer, name)) for name, one in _OF_ONE_ROW.items()}
+        image = nn.utils.skip_init(
+            nn.Conv2d, layer.in_channels, layer.out_channels, groups=layer.groups, **options
+        )
+        padding = padding_of(layer)
+        assert padding is not None
+        image.padding, image.weight = (0, *padding), nn.Parameter(layer.weight.unsqueeze(2), False)
         batch, channels, length = shape
         made = pack(image, (batch, channels, 1, length))
 
