@@ -345,7 +345,7 @@ def _ways_of_sizes(values: Mapping[str, Any]) -> Iterator[Callable[[Any], int]]:
 def _drawn(value: Any, seed: int, numbers: Numbers) -> Any:
     """Draw random values for a description, or copy a layer with other weights; numbers are returned as they are."""
     if not isinstance(value, nn.Module):
-        return numbers.like(value.cpu(), seed) if isinstance(value, Tensor) else value
+        return numbers.like(value, seed) if isinstance(value, Tensor) else value
     generator, layer = torch.Generator().manual_seed(seed), copy.deepcopy(value).cpu()
     for tensor in filter(rounds, (*layer.parameters(), *layer.buffers())):
         tensor.data += torch.rand(tensor.shape, generator=generator).to(tensor.dtype)

@@ -50,7 +50,7 @@ class Numbers:
     turn: int = 0
 
     def like(self, value: Any, seed: int) -> Any:
-        """Draw random values with the shape, dtype and memory order of a tensor; other values are returned as they are."""
+        """Draw random values on the CPU with the shape, dtype and memory order of a tensor; return other values unchanged."""
         if isinstance(value, torch.SymInt):
             return self.size_of(value)
         if not isinstance(value, Tensor):
@@ -62,7 +62,7 @@ class Numbers:
         numbers = self._drawn(value, shape, generator)
         if value.is_complex():
             numbers = torch.complex(numbers, self._drawn(value, shape, generator))
-        numbers = numbers.to(value.device, value.dtype)
+        numbers = numbers.to(value.dtype)
         return numbers.permute([order.index(dim) for dim in range(value.ndim)])
 
     def _drawn(self, value: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fxopt import graph
@@ -29,7 +30,6 @@ from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
 from fxopt.outputs import tensors
 from fxopt.rewriting.edits import Edit, NodeState
-from fxopt.rewriting.host_first import errors_of_the_host
 from fxopt.rewriting.piece import Piece, Read
 from fxopt.rewriting.random_inputs import (
     ANY_SIGN,
@@ -218,7 +218,7 @@ class Verifier:
         if not self._preserves:
             return self._beyond_tolerance(labels, truth, result)
         least = [SMALLEST if label in piece.around else 1e-30 for label in labels]
-        # In its own dtype, fused attention on a GPU rounds by 80 units; in bfloat16, 128 units are as large as a value.
+        # In bfloat16, 128 units of rounding are as large as a value.
         limits = [RTOL if numbers.dtype else min(128 * epsilon(truth), 0.5)] * len(labels)
         errors = [*map(row_error, truth, result, least)]
         is_beyond = any(error > limit for error, limit in zip(errors, limits, strict=True))
@@ -300,8 +300,7 @@ class Verifier:
                     standing = _cast(
                         self._standing(state, piece.put if after else piece.taken), numbers.dtype
                     )
-                    with errors_of_the_host():
-                        values[name] = _called(state, standing, args, kwargs)
+                    values[name] = _called(state, standing, *map_aggregate((args, kwargs), _on_the_cpu))
                 except Exception as error:  # a function may not accept random inputs
                     raise _Stopped(name, error) from error
             found_early = (early[read] if read in early else value(read[1 + after]) for read in piece.reads)
@@ -349,13 +348,20 @@ def _called(state: NodeState, standing: Any, args: Any, kwargs: Any) -> Any:
     return args[0] if state.op == "output" else standing
 
 
+def _on_the_cpu(leaf: Any) -> Any:
+    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Copy a tensor or module, with floating and complex numbers in `dtype`; other values are returned as they are."""
+    """Copy a tensor or module to the CPU, with floating and complex numbers in `dtype`; return other values unchanged.
+
+    An index out of range is an exception on the CPU. On a GPU, it makes the device unusable for the rest of the process.
+    """
     memo: dict[int, Any] = {}
     for tensor in weights_of(value):
         if tensor.is_meta:
             raise _CannotRun("its weights are on the meta device")
-        wide = tensor.detach().to(wide_dtype(tensor, dtype), copy=True)
+        wide = tensor.detach().to("cpu", wide_dtype(tensor, dtype), copy=True)
         memo[id(tensor)] = nn.Parameter(wide, False) if isinstance(tensor, nn.Parameter) else wide
     return copy.deepcopy(value, memo) if isinstance(value, Tensor | nn.Module) else value
 
