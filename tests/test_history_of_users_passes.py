@@ -96,12 +96,6 @@ def test_what_stood_before_stays_listed():
     assert_round_trip(before, graph_module)
 
 
-def test_what_a_reverse_undoes_of_others_is_not_listed_any_more():
-    graph_module = MergeLinears()(traced())
-    Calls(MergeLinears())(graph_module, reverse=True)
-    assert "MergeLinears()" not in names(graph_module)
-
-
 def test_a_change_of_an_attribute_is_listed():
     graph_module = MergeLinears()(traced())
     DropNothing()(graph_module)

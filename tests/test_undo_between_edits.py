@@ -234,28 +234,16 @@ def test_nodes_that_a_hand_written_reverse_creates_have_their_names_again(before
     assert RemovesOnes()(graph_module, reverse=True).code == expected
 
 
-class Calls(ReversibleRewrite):
-    def match(self, graph_module):
-        yield from graph_module.graph.find_nodes(op="call_module", target="1")
-
-    def apply(self, rewriter, node):
-        FuseBiasInLinear()(rewriter.graph_module)
-        rewriter.replace_module("1", nn.SiLU())
-
-
 class Counts(Remove):
     def apply(self, rewriter, node):
         super().apply(rewriter, node)
         self.count = 1
 
 
-@pytest.mark.parametrize(
-    ("pass_", "text"), [(Calls(), "called another"), (Counts("1"), "changed its own signature")]
-)
-def test_what_apply_must_not_do_is_an_error(pass_, text):
+def test_an_apply_that_changes_its_signature_is_an_error():
     graph_module = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    with pytest.raises(PassError, match=text):
-        pass_(graph_module)
+    with pytest.raises(PassError, match="changed its own signature"):
+        Counts("1")(graph_module)
 
 
 class Swaps(ReversibleRewrite):

@@ -21,7 +21,7 @@ from fxopt import (
 )
 from fxopt.testing import assert_round_trip, randomise
 from tests.modules import module
-from tests.users_passes import Negates, names, pickled
+from tests.users_passes import names, pickled
 
 X = torch.randn(5, 4)
 
@@ -132,31 +132,6 @@ def test_local_classes_of_one_name_are_not_one_transformation():
 def test_an_option_without_a_stable_text_is_refused():
     with pytest.raises(PassError, match=r"no signature: give the pass a property `signature`"):
         _ = Replaces(tag=(n for n in range(3))).signature
-
-
-class Plus(Replaces):
-    """The user's V, which changes what U does not touch."""
-
-    def __init__(self):
-        super().__init__(operator.sub, operator.add)
-
-    signature = "Plus"
-
-
-def test_a_hand_written_transformation_that_was_applied_before_and_after_another():
-    graph_module = arithmetic()
-    u, v = Negates(), Plus()
-    once = copy.deepcopy(u(graph_module))
-    then = copy.deepcopy(v(graph_module))
-    u(graph_module)
-    assert len(history(graph_module)) == 3
-    other_way = copy.deepcopy(graph_module)
-    assert_round_trip(then, undo(graph_module))
-    assert_round_trip(once, undo(graph_module))
-    assert_round_trip(arithmetic(), undo(graph_module))
-    v(other_way, reverse=True)
-    assert names(other_way) == [repr(u), repr(u)]
-    assert_round_trip(arithmetic(), u(other_way, reverse=True))
 
 
 class MarkLayers(ReversibleTransformation):

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from fxopt.errors import PassError, UndoError, error_text
 from fxopt.graph import origin_of
-from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Swapped, picklable, target_text
+from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, picklable, target_text
 from fxopt.torch_internals import modules_of, used_names
 
 RECORD = "fxopt_record"
@@ -65,12 +65,6 @@ class Step:
     by_hand: bool = _hidden(default=True)
     transformation: Any = _hidden(default=None)  # noqa: RUF009 - it makes a field
     key: str = _hidden(default_factory=lambda: uuid.uuid4().hex)
-
-    @property
-    def logged(self) -> bool:
-        """True if the recorded changes are complete, so that inverting them undoes the step."""
-        edits = self.edits or ()
-        return bool(edits) and all(e.restore for e in edits if isinstance(e, Swapped))
 
     def load(self) -> Any:
         """Return the transformation that was applied.

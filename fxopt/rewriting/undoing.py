@@ -41,16 +41,12 @@ def check_no_trace(pass_: Any, graph_module: GraphModule) -> None:
     """Raise an UndoError if a graph module has marks or modules of a pass that its record does not list."""
     left = [node.name for node in marked_nodes(graph_module, pass_.signature)]
     left += [name for name, m in graph_module.named_modules() if pass_.signature in provenance(m)]
-    if not left:
-        return
-    why = (
-        "the record of its changes is gone. The record is a child module of the graph module; delete_all_unused_submodules, "
-        "copy.copy, retracing and GraphModule(module, graph) lose it. Undo the pass before these"
-    )
-    for step in steps_of(graph_module):
-        if pass_.signature in {part.signature for part in step.parts}:
-            why = f"it was a part of {step.name}: undo that"
-    raise UndoError(f"{pass_!r} cannot be undone: it rewrote {', '.join(left)}, but {why}")
+    if left:
+        raise UndoError(
+            f"{pass_!r} cannot be undone: it rewrote {', '.join(left)}, but the record of its changes is gone. The record is "
+            "a child module of the graph module; delete_all_unused_submodules, copy.copy, retracing and "
+            "GraphModule(module, graph) lose it. Undo the pass, or the transformation that called it, before these"
+        )
 
 
 def undo_steps(graph_module: GraphModule, chosen: Sequence[Step]) -> Applied:
@@ -79,7 +75,7 @@ def _undone(graph_module: GraphModule, step: Step, chosen: Collection[str]) -> A
             "nodes are as it left them can still be undone separately: transformation(gm, reverse=True)"
         )
     same = [other for other in steps_of(graph_module) if other.signature == step.signature]
-    if not step.by_hand or (len(same) > 1 and step.logged):
+    if not step.by_hand:
         return _played_back(graph_module, step)
     if not {other.key for other in same} <= {*chosen}:
         raise UndoError(
@@ -115,10 +111,7 @@ def _played_back(graph_module: GraphModule, step: Step) -> Applied:
 
 
 def reverse_by_hand(pass_: Any, graph_module: GraphModule, undone: Sequence[Step]) -> Applied:
-    """Undo all applications of a transformation by its hand-written `reverse`, and check the result.
-
-    If the transformation was never applied, a `reverse` that changes something is recorded as a new step.
-    """
+    """Undo all applications of a transformation by its hand-written `reverse`, and check the result."""
     steps = steps_of(graph_module)
     _check_order(undone, steps)
     keys = {step.key for step in undone}
@@ -126,7 +119,7 @@ def reverse_by_hand(pass_: Any, graph_module: GraphModule, undone: Sequence[Step
         if any(step.parts for step in undone):  # `reverse` may undo the parts itself
             parts = [part for step in steps for part in (step.parts if step.key in keys else (step,))]
             set_steps(graph_module, parts, attempt.snapshot.orders)
-        _free_names(graph_module, undone)
+        _free_names(graph_module)
         with attempt.writes:
             result = pass_.reverse(graph_module)
         attempt.check(result)
@@ -136,19 +129,13 @@ def reverse_by_hand(pass_: Any, graph_module: GraphModule, undone: Sequence[Step
             _unmark(result, undone, standing)
             set_steps(result, standing, attempt.snapshot.orders)
         elif attempt.snapshot.edits(result):
-            standing, _ = attempt.standing(result)
-            standing.append(Step(f"{pass_!r}, reversed", pass_.signature, 0, False))
-            set_steps(result, standing, attempt.snapshot.orders)
+            raise UndoError(f"{pass_!r} cannot be undone: the graph module has no record of it")
     return result, attempt.roll_back
 
 
-def _free_names(graph_module: GraphModule, undone: Sequence[Step]) -> None:
+def _free_names(graph_module: GraphModule) -> None:
     """Free the names of erased nodes for nodes that `reverse` creates; torch.fx reserves them and would append a number."""
-    edits = (edit for step in undone for edit in step.edits or () if isinstance(edit, NodeEdit))
-    erased = {edit.name for edit in edits if edit.after is None}
-    used_names(graph_module.graph).difference_update(
-        erased - {node.name for node in graph_module.graph.nodes}
-    )
+    used_names(graph_module.graph).intersection_update(node.name for node in graph_module.graph.nodes)
     name_counts(graph_module.graph).clear()
 
 
