@@ -136,13 +136,3 @@ def test_a_composition_without_its_record_is_an_error():
     lost = torch.fx.symbolic_trace(pipeline(torch.fx.symbolic_trace(Head())))
     with pytest.raises(UndoError, match="the record of its changes is gone"):
         pipeline(lost, reverse=True)
-
-
-def test_a_composition_takes_the_marks_of_its_parts_off():
-    traced = FuseBiasInLinear()(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
-    passes = compose(FuseBiasInLinear(), MergeLinears())
-    node = passes.get_transformed_nodes(traced)[0]
-    passes.mark_as_restored(node)
-    assert not passes.transformed(node)
-    with pytest.raises(ValueError, match="was not transformed"):
-        passes.mark_as_restored(node)

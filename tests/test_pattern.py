@@ -398,7 +398,6 @@ def scaled_copy(self, x, c, l):  # noqa: E741
             lambda: of(lambda m, x: (lambda y: (y.exp() + 1) * y)(x + 1)),
             "writes into its inputs",
         ),
-        (lambda s, x, y: x * 2, lambda s, x, y: x * 2, lambda: of(lambda m, x: x * 2), "does not use y"),
         (lambda s, *x: x[0] * 2, lambda s, *x: x[0] * 2, lambda: of(lambda m, x: x * 2), "variadic"),
         (
             lambda s, x: x * 2,
@@ -406,7 +405,7 @@ def scaled_copy(self, x, c, l):  # noqa: E741
             lambda: of(lambda m, x: x * 2),
             "asks for a value or a shape",
         ),
-        (lambda s, x: nn.Linear(4, 4)(x), lambda s, x: x, lambda: of(lambda m, x: x * 2), "is a parameter with its class"),
+        (lambda s, x: nn.Linear(4, 4)(x), lambda s, x: x, lambda: of(lambda m, x: x * 2), "calls a new Linear"),
     ],
 )  # fmt: skip
 def test_a_rule_that_cannot_be_right_is_an_error(pattern, replacement, graph, message):
@@ -563,7 +562,7 @@ def test_what_computes_the_same_is_found(pattern, replacement, graph, sites):
     ("inverse", "message"),
     [
         (lambda s, new, c: copy.deepcopy(new), "does not give a back as it was"),
-        (lambda s, new, c: [new], "returned list: it has to return the old layer"),
+        (lambda s, new, c: [new], "does not give a back as it was"),
         (lambda s, new, c: nn.Linear(4, 5), "does not give a back as it was"),
         (lambda s, new, c: unscaled(new, c).train(), "does not give a back as it was"),
     ],

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, Node, Proxy
-from torch.fx.node import map_aggregate, map_arg
+from torch.fx import Graph, Interpreter, Node, Proxy
+from torch.fx.node import map_aggregate
 from torch.fx.proxy import GraphAppendingTracer, TraceError
 
 from fxopt import effects, graph
 from fxopt.errors import PassError
+from fxopt.torch_internals import MODULES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +25,16 @@ class FunctionGraph:
 
     Attributes:
         graph: the graph.
-        result: the node whose value the function returns.
         modules: the modules that its nodes call, by target.
     """
 
     graph: Graph
-    result: Node
     modules: dict[str, nn.Module]
+
+    @property
+    def result(self) -> Node:
+        """The node whose value the function returns."""
+        return self.graph.output_node().all_input_nodes[0]
 
     @property
     def steps(self) -> tuple[Any, ...]:
@@ -57,14 +61,10 @@ class FunctionGraph:
 
     def run(self, values: Mapping[str, Any]) -> Any:
         """Compute the function; `values` are the tensors by parameter."""
-        found: dict[Node, Any] = {}
-        for node in self.graph.nodes:
-            if node.op == "placeholder":
-                found[node] = values[str(node.target)]
-            else:
-                args, kwargs = map_arg((node.args, node.kwargs), found.__getitem__)
-                found[node] = graph.called_with(node, self.modules.get(str(node.target)), args, kwargs)
-        return found[self.result]
+        root = nn.Module()
+        vars(root)[MODULES] = self.modules
+        given = [values[str(node.target)] for node in self.graph.find_nodes(op="placeholder")]
+        return Interpreter(root, graph=self.graph).run(*given)
 
 
 _LOCK = threading.RLock()
@@ -110,4 +110,5 @@ def trace_function(pass_: Any, method: str, values: Mapping[str, Any]) -> Functi
             raise PassError(
                 f"{where} gives a tensor to {node.target}: keep tensors in layers, such as nn.Linear, and call these"
             )
-    return FunctionGraph(made, result.node, modules)
+    made.output(result.node)
+    return FunctionGraph(made, modules)

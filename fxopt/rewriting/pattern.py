@@ -137,7 +137,7 @@ class Pattern(ReversibleRewrite[PatternSite]):
         for node in made.graph.nodes:
             if node.op == "placeholder":
                 nodes[node] = site.values[str(node.target)]
-            else:
+            elif node.op != "output":
                 target = (
                     paths[id(made.modules[str(node.target)])] if node.op == "call_module" else node.target
                 )
@@ -237,11 +237,6 @@ class _Wanted:
         self._calls = {
             node: self._call(node) for node in self._traced.graph.nodes if node.op.startswith("call")
         }
-        used = {name for node, name in self._names.items() if node.users} | {
-            call for call in self._calls.values() if isinstance(call, str)
-        }
-        if unused := [name for name in self.kinds if name not in used]:
-            raise self._error(f"does not use {', '.join(unused)}: leave the parameter out")
         if self._traced.result in self._names:
             raise self._error(f"returns {self._traced.result} itself, which is a pattern of any value")
 
@@ -267,12 +262,11 @@ class _Wanted:
         if isinstance(module, _Layer):
             return str(node.target)
         call = call_of(node, module)
-        if call is None and module is not None:
-            raise self._error(
-                f"makes a {type(module).__name__}: a layer with weights is a parameter with its class"
-            )
         if call is None:
-            raise self._error(f"calls {node.target}, which is no function of torch")
+            called = node.target if module is None else f"a new {type(module).__name__}"
+            raise self._error(
+                f"calls {called}: it may call functions of torch, and layers that are parameters with their class"
+            )
         return call
 
     def _match(self, wanted: Any, value: Any, found: PatternSite) -> Iterator[PatternSite]:
@@ -386,11 +380,6 @@ def _inverse_of(
     with torch.no_grad():
         old = pass_.inverse(new, **numbers)
     layers = old if isinstance(old, tuple) else (old,)
-    if len(layers) != len(paths) or not all(isinstance(layer, nn.Module) for layer in layers):
-        raise PassError(
-            f"inverse of {type(pass_).__name__} returned {type(old).__name__}: it has to return "
-            + ("the old layer" if len(paths) == 1 else f"a tuple of the {len(paths)} old layers")
-        )
     return dict(zip(paths, layers, strict=True))
 
 

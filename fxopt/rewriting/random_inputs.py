@@ -27,6 +27,9 @@ LARGE = 1e4
 """Constants of this size or more, such as those of masks, hide all other values."""
 
 
+_FEW = (1, -1, 2, -2, 3, 7)
+
+
 @dataclasses.dataclass(frozen=True)
 class Numbers:
     """How random inputs are made.
@@ -74,10 +77,8 @@ class Numbers:
                 return near if low < 0 and value.dtype.is_signed else near.clamp(min=0)
             return torch.randint(low if value.dtype.is_signed else 0, high, shape, generator=generator)
         if self.unit is not None:
-            few = torch.tensor([1.0, -1.0, 2.0, -2.0, 3.0, 7.0], dtype=torch.float64)
-            # A permutation, so that even a small tensor contains each of them.
-            places = torch.randperm(math.prod(shape), generator=generator)
-            return few[places % len(few)].reshape(shape) * self.unit
+            multiples, _ = dataclasses.replace(self, constants=_FEW)._near_constants((0,), shape, generator)
+            return multiples * self.unit
         if self.constants:
             constants, distances = self._near_constants((-1, 1), shape, generator)
             # Not at constants, and without equal values: a function may have no gradient there.

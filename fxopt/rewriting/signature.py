@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import sys
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from fxopt.errors import PassError, error_text
-from fxopt.objects import qualified_name
+from fxopt.objects import is_found, qualified_name
 from fxopt.submodules import digest
 
 
@@ -58,19 +57,11 @@ _PLAIN = (
 
 def _name(value: Any) -> str:
     """The name by which a class or function can be imported; empty if it cannot."""
-    name, module = getattr(value, "__qualname__", None), getattr(value, "__module__", None)
-    if not isinstance(name, str) or isinstance(value, types.MethodType):
-        return ""
-    for owner in (module, "torch", "builtins"):  # `__module__` of a builtin of torch may be None
-        found: Any = sys.modules.get(owner or "")
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        if found is value:
-            return f"{owner}.{name}"
-        found = getattr(sys.modules.get(owner or ""), getattr(value, "__name__", ""), None)
-        if found is value:
-            return f"{owner}.{value.__name__}"
-    return ""
+    names = getattr(value, "__qualname__", None), getattr(value, "__name__", None)
+    owners = getattr(value, "__module__", None), "torch", "builtins"  # builtins of torch name no module
+    found = (f"{owner}.{name}" for owner in owners for name in names if isinstance(name, str))
+    is_method = isinstance(value, types.MethodType)
+    return next((name for name in found if not is_method and is_found(name, value)), "")
 
 
 def _digest(value: Any, within: tuple[int, ...]) -> str:

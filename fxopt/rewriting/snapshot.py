@@ -308,19 +308,16 @@ class Snapshot:
         previous = root_of(graph)
         for row in rows:
             node = given(row.node)
-            if copies or not row.is_unchanged():
-                node.op, node.target, node.type = row.op, row.target, row.type
-                node.args, node.kwargs = map_arg((row.args, row.kwargs), given)
+            node.op, node.target, node.type = row.op, row.target, row.type
+            node.args, node.kwargs = map_arg((row.args, row.kwargs), given)
             node.meta.clear()
             node.meta.update(row.meta)
-            if previous.next is not node:
-                previous.append(node)
+            previous.append(node)
             previous = node
         for node in new:
             graph.erase_node(node)
         for row in rows:
-            if given(row.node).name != row.name:
-                given(row.node).name = row.name
+            given(row.node).name = row.name
         for names, before in zip((used_names(graph), name_counts(graph)), self._used_names, strict=True):
             names.clear()
             names.update(before)

@@ -30,7 +30,7 @@ from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
 from fxopt.outputs import tensors
 from fxopt.rewriting.edits import Edit, NodeState
-from fxopt.rewriting.piece import Piece, Read
+from fxopt.rewriting.piece import Piece
 from fxopt.rewriting.random_inputs import (
     ANY_SIGN,
     FAR,
@@ -207,7 +207,7 @@ class Verifier:
             if numbers.integers in (ANY_SIGN, FAR) and stopped.name not in piece.around:
                 raise  # perhaps the node uses the integers as indices
             return f"{stopped.name} no longer runs: {stopped.reason}"
-        labels = [*(now for _, now in piece.outputs), *(read.new for read in piece.reads)]
+        labels = [now for _, now in (*piece.outputs, *piece.overwritten)]
         for label, expected, actual in zip(labels, truth, result, strict=True):
             try:
                 pairs(expected, actual, dtypes=self._preserves)
@@ -281,20 +281,23 @@ class Verifier:
         )
 
     def _run(self, piece: Piece, after: bool, inputs: dict[str, Any], numbers: Numbers) -> list[Any]:
-        """Run one of the two pieces; returns its `outputs` at the end, and the values of its `reads`, taken before later writes."""
-        values, early, reads = dict[str, Any](), dict[Read, Any](), piece.read_before(after)
+        """Run one of the two pieces; returns its `outputs` at the end, and those that it may overwrite as they were first."""
+        values, first = dict[str, Any](), dict[str, Any]()
+        overwritten = [pair[after] for pair in piece.overwritten]
+
+        def drawn(name: str) -> Any:
+            if name not in inputs:
+                inputs[name] = self._input(self._nodes[name], numbers)
+            return pytree.tree_map(lambda leaf: _cast(leaf, numbers.dtype), inputs[name])
 
         def value(name: str) -> Any:
             if name not in values:
-                if name not in inputs:
-                    inputs[name] = self._input(self._nodes[name], numbers)
-                values[name] = pytree.tree_map(lambda leaf: _cast(leaf, numbers.dtype), inputs[name])
+                values[name] = drawn(name)
             return values[name]
 
         with torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(0)
             for name, state in (piece.after if after else piece.before).items():
-                early |= {read: _cast(value(read[1 + after]), None) for read in reads.get(name, ())}
                 try:
                     args, kwargs = state.arguments(value)
                     standing = _cast(
@@ -303,8 +306,10 @@ class Verifier:
                     values[name] = _called(state, standing, *map_aggregate((args, kwargs), _on_the_cpu))
                 except Exception as error:  # a function may not accept random inputs
                     raise _Stopped(name, error) from error
-            found_early = (early[read] if read in early else value(read[1 + after]) for read in piece.reads)
-            return [*(value(pair[after]) for pair in piece.outputs), *found_early]
+                if name in overwritten:
+                    first[name] = _cast(values[name], None)
+            found_first = (first[name] if name in first else drawn(name) for name in overwritten)
+            return [*(value(pair[after]) for pair in piece.outputs), *found_first]
 
     def _standing(self, state: NodeState, swapped: Mapping[str, Any]) -> Any:
         """The module or tensor that a node calls or reads, looked up in `swapped` first; None for other nodes."""
