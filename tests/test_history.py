@@ -141,16 +141,6 @@ def test_undo_takes_back_one_step_after_the_other(trace):
     assert RECORD not in dict(graph_module.named_children())
 
 
-@TRACES
-def test_undo_several_steps(trace):
-    graph_module = traced(trace)
-    before = copy.deepcopy(graph_module)
-    merged = copy.deepcopy(MergeLinears()(graph_module))
-    compose(FuseBiasInLinear(), ReplaceActivation(), MulToSub())(graph_module)
-    assert_round_trip(merged, undo(graph_module, 3))
-    assert_round_trip(before, undo(graph_module, len(history(graph_module))))
-
-
 @pytest.mark.parametrize("steps", [2, 3])
 def test_more_steps_than_there_are(steps):
     graph_module = MergeLinears()(traced())

@@ -185,21 +185,6 @@ def test_an_undo_that_is_refused_names_the_node_and_its_line():
     )
 
 
-class WritesAndFails(fxopt.Transformation):
-    def transform(self, graph_module):
-        with torch.no_grad():
-            graph_module.q.weight.mul_(2)
-        raise ValueError
-
-
-def test_an_error_takes_writes_into_weights_back():
-    graph_module = traced()
-    before = copy.deepcopy(graph_module)
-    with pytest.raises(ValueError):  # noqa: PT011
-        WritesAndFails()(graph_module)
-    assert_round_trip(before, graph_module)
-
-
 def test_sites_are_marked_and_refusals_are_not():
     after = Negate()(torch.fx.symbolic_trace(Signs()))
     assert [node.name for node in Negate().get_transformed_nodes(after)] == ["pos_1"]
@@ -275,15 +260,6 @@ def test_a_graph_that_was_edited_and_pickled_is_undone():
     assert_round_trip(before, restored)
 
 
-def test_other_options_are_another_pass():
-    graph_module = torch.fx.symbolic_trace(nn.Sequential(nn.ReLU(), nn.GELU()))
-    before = copy.deepcopy(graph_module)
-    one, two = ReplaceActivation("relu", "silu"), ReplaceActivation("gelu", "silu")
-    after = two(one(graph_module))
-    assert type(one(after, reverse=True).get_submodule("1")) is nn.SiLU
-    assert_round_trip(before, two(after, reverse=True))
-
-
 class Endless(Negate):
     """Matches what it makes."""
 
@@ -344,11 +320,6 @@ def test_what_is_no_site_is_an_error(found, kind):
     for call in (Finds(), Finds().explain):
         with pytest.raises(PassError, match=f"match gave a {kind}: it has to yield nodes"):
             call(graph_module)
-
-
-def test_explain_of_a_model_says_that_it_has_to_be_traced():
-    with pytest.raises(TypeError, match=r"got Signs: trace the model first"):
-        Negate().explain(Signs())
 
 
 def test_roles_of_a_lost_record_are_not_taken_for_new_ones():

@@ -24,7 +24,7 @@ from fxopt.rewriting.fingerprint import fingerprint
 from fxopt.rewriting.record import MARKS
 from fxopt.rewriting.rewriter import Rewriter
 from fxopt.rewriting.snapshot import Snapshot
-from fxopt.rewriting.weights import Left, copied
+from fxopt.rewriting.weights import Left
 from fxopt.testing import assert_round_trip, randomise
 from tests.modules import module
 from tests.users_passes import pickled
@@ -315,14 +315,6 @@ def test_what_undo_gives_back_is_as_it_was_when_the_pass_was_applied():
     assert_round_trip(before, undo(changed))
 
 
-def test_copies_of_one_module_are_one():
-    layer, other = nn.Linear(4, 4), nn.Linear(4, 4)
-    other.weight = layer.weight
-    made = copied({"a": layer, "b": layer, "c": other})
-    assert made["a"] is made["b"] is not layer
-    assert made["c"].weight is made["a"].weight is not layer.weight
-
-
 def test_only_a_change_of_requires_grad_is_followed():
     layer = nn.Linear(4, 4)
     layer.weight.requires_grad_(False)
@@ -487,26 +479,6 @@ def test_what_a_user_edits_between_two_pickles_stays(change, edit):
     loaded.recompile()
     for expected, actual in zip(edited, loaded(X), strict=True):
         assert torch.equal(actual, expected)
-
-
-class Sums(nn.Module):
-    def forward(self, x):
-        return torch.sum(x) + nn.functional.relu(x)
-
-
-def subtract(rewriter, nodes):
-    rewriter.set(nodes["add"], target=torch.sub)
-
-
-def test_options_that_a_user_adds_after_loading_stay():
-    loaded = pickled(Changes(subtract)(torch.fx.symbolic_trace(Sums())))
-    nodes = nodes_of(loaded)
-    nodes["sum_1"].args = (nodes["x"], 0)
-    nodes["relu"].kwargs = {"inplace": True}
-    history(loaded)
-    nodes = nodes_of(loaded)
-    assert nodes["sum_1"].args == (nodes["x"], 0)
-    assert nodes["relu"].kwargs == {"inplace": True}
 
 
 class ChangesOneCall(ReversibleRewrite):

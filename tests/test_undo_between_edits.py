@@ -234,18 +234,6 @@ def test_nodes_that_a_hand_written_reverse_creates_have_their_names_again(before
     assert RemovesOnes()(graph_module, reverse=True).code == expected
 
 
-class Counts(Remove):
-    def apply(self, rewriter, node):
-        super().apply(rewriter, node)
-        self.count = 1
-
-
-def test_an_apply_that_changes_its_signature_is_an_error():
-    graph_module = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    with pytest.raises(PassError, match="changed its own signature"):
-        Counts("1")(graph_module)
-
-
 class Swaps(ReversibleRewrite):
     """Wrong: subtracts the other way round."""
 

@@ -96,11 +96,8 @@ def _restore(graph_module: GraphModule, edit: Swapped) -> set[str]:
     """Restore the earlier value at each path; returns the paths of parent modules whose order of names this may change."""
     now = {path: submodules.find(graph_module, path) for path in edit.left}
     for path, left in edit.left.items():
-        if left is None and now[path] is not None:
-            raise UndoError(
-                f"other modules now use the name {path}, which the pass had freed. Rename them first"
-            )
-        if left is not None and not left.fits(now[path]):
+        is_as_left = now[path] is None if left is None else left.fits(now[path])
+        if not is_as_left:
             raise _changed(path)
     assert edit.restore is not None
     left_behind = {path: left for path, left in edit.left.items() if left is not None}

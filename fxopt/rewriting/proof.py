@@ -277,8 +277,6 @@ def _in_float64(
 ) -> tuple[Any, list[Tensor]]:
     """Compute a function in float64; returns the result, and the gradients of the inputs if the graph is in training mode."""
     given = {name: _wide(value) for name, value in copy.deepcopy(dict(drawn)).items()}
-    for layer in (value for value in given.values() if isinstance(value, nn.Module)):
-        layer.requires_grad_(False)  # a replacement changes copies of weights
     inputs = [v.requires_grad_() for v in given.values() if isinstance(v, Tensor) and v.is_floating_point()]
     with torch.set_grad_enabled(trains), Float64():
         # A function may write into its inputs, and torch forbids writes into leaves.
