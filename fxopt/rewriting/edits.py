@@ -55,10 +55,8 @@ class NodeState:
 
     def differs(self, other: NodeState | Node) -> list[str]:
         """The fields in which another node differs from this one."""
-        same = {"op": self.op == other.op, "target": self.target == other.target}
-        same["args"] = repr(self.args) == repr(other.args)
-        same["kwargs"] = repr(self.kwargs) == repr(other.kwargs)
-        return [name for name in FIELDS if not same[name]]
+        mine, theirs = ((each.op, each.target, repr(each.args), repr(each.kwargs)) for each in (self, other))
+        return [name for name, one, two in zip(FIELDS, mine, theirs, strict=True) if one != two]
 
     def __getstate__(self) -> dict[str, Any]:
         operator = isinstance(self.target, OpOverload)  # torch cannot pickle these

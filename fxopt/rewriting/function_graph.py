@@ -39,15 +39,14 @@ class FunctionGraph:
     @property
     def steps(self) -> tuple[Any, ...]:
         """The calls in order, with layers replaced by their class; equal for graphs that differ only in weights."""
-        places: dict[Any, Any] = {node: f"%{place}" for place, node in enumerate(self.graph.nodes)}
 
         def told(leaf: Any) -> Any:
-            """Replace devices, because a proof runs on the CPU, and nodes by their positions."""
-            return torch.device if isinstance(leaf, torch.device) else places.get(leaf, leaf)
+            """Replace devices, because a proof runs on the CPU."""
+            return torch.device if isinstance(leaf, torch.device) else leaf
 
         return tuple(
             (
-                node.op,
+                node.name,
                 type(self.modules[node.target]) if node.target in self.modules else node.target,
                 repr(map_aggregate((node.args, node.kwargs), told)),
             )
@@ -84,8 +83,8 @@ def trace_function(pass_: Any, method: str, values: Mapping[str, Any]) -> Functi
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(value, Proxy) for value in (*args, *kwargs.values())):
             return call(module, *args, **kwargs)
-        known = (name for name, value in values.items() if value is module)
-        target = next(known, f"new_{id(module)}")
+        known = (name for name, value in {**values, **modules}.items() if value is module)
+        target = next(known, f"new_{len(modules)}")
         modules[target] = module
         return tracer.create_proxy("call_module", target, args, kwargs)
 

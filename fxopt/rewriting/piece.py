@@ -12,7 +12,6 @@ from torch.fx import Node
 
 from fxopt import effects, graph, operators
 from fxopt.operators import Fact
-from fxopt.outputs import tensors
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Swap
 from fxopt.rewriting.snapshot import Snapshot
 from fxopt.submodules import is_inside, weights_of
@@ -120,14 +119,12 @@ class Piece:
 
     @property
     def rounds(self) -> bool:
-        """Tell whether the site has new weights and not only float64 values, or whether a node names another dtype than float64."""
-        weights = [w for value in self.put.values() for w in weights_of(value)]
-        if weights:
-            weights += tensors([graph.value_of(self._nodes[name]) for name in (*self.before, *self.inputs)])
-        dtypes = [w.dtype for w in weights if w.is_floating_point()]
+        """Tell whether the site has new weights, which were rounded, or whether a node names another dtype than float64."""
+        weights = (w for value in self.put.values() for w in weights_of(value))
         states = (*self.before.values(), *self.after.values())
-        dtypes += [v for state in states for v in graph.leaf_arguments(state) if isinstance(v, torch.dtype)]
-        return any(dtype != torch.float64 for dtype in dtypes)
+        leaves = (leaf for state in states for leaf in graph.leaf_arguments(state))
+        named = (leaf for leaf in leaves if isinstance(leaf, torch.dtype) and leaf != torch.float64)
+        return any(w.is_floating_point() for w in weights) or any(True for _ in named)
 
     @property
     def constants(self) -> list[int | float]:

@@ -119,10 +119,11 @@ def reverse_by_hand(pass_: Any, graph_module: GraphModule, undone: Sequence[Step
         if any(step.parts for step in undone):  # `reverse` may undo the parts itself
             parts = [part for step in steps for part in (step.parts if step.key in keys else (step,))]
             set_steps(graph_module, parts, attempt.snapshot.orders)
-        _free_names(graph_module)
+        reserved = _free_names(graph_module)
         with attempt.writes:
             result = pass_.reverse(graph_module)
         attempt.check(result)
+        used_names(result.graph).update(reserved)
         if undone:
             _check_exact(pass_, attempt, result, undone, steps)
             standing = [step for step in attempt.standing(result)[0] if step.key not in keys]
@@ -133,10 +134,16 @@ def reverse_by_hand(pass_: Any, graph_module: GraphModule, undone: Sequence[Step
     return result, attempt.roll_back
 
 
-def _free_names(graph_module: GraphModule) -> None:
-    """Free the names of erased nodes for nodes that `reverse` creates; torch.fx reserves them and would append a number."""
-    used_names(graph_module.graph).intersection_update(node.name for node in graph_module.graph.nodes)
+def _free_names(graph_module: GraphModule) -> set[str]:
+    """Free the names of erased nodes for nodes that `reverse` creates, and return all reserved names.
+
+    torch.fx reserves the names of erased nodes, and would append a number.
+    """
+    names = used_names(graph_module.graph)
+    reserved = {*names}
+    names.intersection_update(node.name for node in graph_module.graph.nodes)
     name_counts(graph_module.graph).clear()
+    return reserved
 
 
 def _check_order(undone: Sequence[Step], steps: Sequence[Step]) -> None:

@@ -224,7 +224,8 @@ class Verifier:
         is_beyond = any(error > limit for error, limit in zip(errors, limits, strict=True))
         if is_beyond and numbers.dtype and piece.rounds:
             own = self._run(piece, False, inputs, own_numbers)
-            limits = [4 * error + 16 * epsilon(own) for error in map(row_error, truth, own, least, own)]
+            rounding = [*map(row_error, truth, own, least, own)]
+            limits = [max(RTOL, 4 * error + 16 * epsilon(own)) for error in rounding]
             errors = [*map(row_error, truth, result, least, own)]
         elif is_beyond and not numbers.dtype:  # rounding may take the new piece as far as the old one
             with contextlib.suppress(_Stopped), Float64():
