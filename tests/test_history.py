@@ -349,14 +349,6 @@ def test_applied_works_in_place(pipeline):
     assert_round_trip(before, graph_module)
 
 
-def test_applied_with_nothing_to_do():
-    graph_module = traced()
-    before = copy.deepcopy(graph_module)
-    with applied(graph_module, ReplaceActivation("relu", "silu")):
-        pass
-    assert_round_trip(before, graph_module)
-
-
 def test_applied_and_undone_in_the_block():
     graph_module = traced()
     before = copy.deepcopy(graph_module)

@@ -671,29 +671,6 @@ def test_what_is_read_before_it_is_overwritten_is_compared_as_it_was_read(use):
     assert "differs by" in verified(SixTimes(), use, X, layer=layer)
 
 
-@dataclasses.dataclass(frozen=True)
-class Promises(FuseBiasInLinear):
-    limit: int = 0
-
-    def ensures(self, graph_module):
-        count = len(graph_module.graph.find_nodes(op="call_function", target=F.pad))
-        return f"there are {count} pads" if count > self.limit else None
-
-
-def test_a_promise_that_is_broken_names_the_pass_and_those_before_it():
-    graph_module = thirteen()
-    before = copy.deepcopy(graph_module)
-    passes = compose(ChangeTrueDivToMulByInverse(), Promises(20), Promises(3))
-    with pytest.raises(
-        fxopt.PassError, match=r"Promises\(limit=3\) broke its promise: there are 13 pads.*Applied"
-    ):
-        compose(Promises(20), Promises(3))(Promises(20)(thirteen()))
-    with pytest.raises(fxopt.PassError, match=r"Applied before it: .*ChangeTrueDivToMulByInverse\(\)"):
-        compose(ChangeTrueDivToMulByInverse(), Promises(3))(graph_module)
-    assert_round_trip(before, graph_module)
-    passes.parts[0](graph_module)
-
-
 class HardCodes(Removes):
     """Divides a sum by the length of the example."""
 
@@ -810,3 +787,16 @@ def test_constants_made_of_rounded_values_are_kept_in_a_float64_graph():
     assert "FoldConstants" in str(history(folded))
     with torch.no_grad():
         assert torch.equal(folded(**inputs)[0], traced(**inputs)[0])
+
+
+def test_the_pieces_of_a_gpu_are_run_on_the_cpu():
+    ones = lambda m, x: (x + x.new_ones(4, device=torch.device("cuda"))) / 3  # noqa: E731
+    graph_module = torch.fx.symbolic_trace(module(ones))
+    mode = FakeTensorMode()
+    with mode:
+        x = torch.empty(3, 4, device="cuda")
+    FakeTensorProp(graph_module, mode).propagate(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DividesAnything()(graph_module, verify=True)
+    assert len(history(graph_module)) == 1
