@@ -663,6 +663,7 @@ class SixTimes(fxopt.Rewrite):
         lambda m, x: ((y := x * 3), m.layer(y), y.fill_(7.0) / 5)[1:],
         lambda m, x: ((y := x * 3), m.layer(y[0]), y.fill_(7.0) / 5)[1:],
         lambda m, x: ((y := x * 3), y.softmax(-1), y.zero_(), y / 5)[1:],
+        lambda m, x: ((y := x + 0), y.add_(x * 3), m.layer(y), y.fill_(7.0) / 5)[2:],
         lambda m, x: ((y := x * 3), m.layer(y.detach()), y.copy_(torch.ones(3, 4)))[1:],
     ],
 )

@@ -133,10 +133,14 @@ class Piece:
 
     @property
     def overwritten(self) -> list[tuple[str, str]]:
-        """The `outputs` that another node may read before the piece overwrites them; empty if the piece writes nothing."""
+        """The values that another node may read before the piece overwrites them; empty if the piece writes nothing."""
         nodes = [self._nodes[name] for name in self.after]
-        writes = any(effects.written_by(node, self._called(node)) != () for node in nodes)
-        return [pair for pair in self.outputs if writes]
+        written = {node.name: effects.written_by(node, self._called(node)) for node in nodes}
+        if all(targets == () for targets in written.values()):
+            return []
+        readers = {name: {u.name for target in written[name] or () for u in target.users} for name in written}
+        read = [name for name in written if name in self.before and readers[name] - self.after.keys()]
+        return [*self.outputs, *((name, name) for name in read)]
 
     def leave_out(self, name: str) -> None:
         """Remove a node around the core from the piece, so that it becomes an input."""

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fxopt.errors import UndoError
 from fxopt.operators import hooks_of
-from fxopt.submodules import digest, tensors_of, with_values
+from fxopt.submodules import digest, tensors_of, with_values, without_tensors
+from fxopt.torch_internals import REGISTRIES, modules_of
 
 PROVENANCE = "fxopt_rewritten_by"
 """The attribute of a rewritten module that holds the signatures of the passes that made it."""
@@ -129,4 +130,17 @@ def copied(values: Mapping[str, Any], tensors: Mapping[int, Tensor] | None = Non
     memo: dict[int, Any] = dict(tensors or {})
     if tensors is None:
         memo = {id(t): with_values(t, t.detach().clone()) for _, t in tensors_of(values)}
-    return {path: copy.deepcopy(value, memo) for path, value in values.items()}
+    return {path: _copy(value, memo) for path, value in values.items()}
+
+
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
+    of_torch = type(value).__module__.startswith("torch.nn.modules.")
+    if id(value) in memo or not isinstance(value, nn.Module) or modules_of(value) or not of_torch:
+        return copy.deepcopy(value, memo)
+    shell = memo[id(value)] = without_tensors(
+        value
+    )  # deepcopy is slow, and fails for weights that `weight_norm` has computed
+    for registry in REGISTRIES[:2]:
+        tensors = getattr(value, registry)
+        shell.__dict__[registry] = {n: None if t is None else memo[id(t)] for n, t in tensors.items()}
+    return shell
