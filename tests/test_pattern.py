@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxopt
-from fxopt import PassError, Pattern
+from fxopt import PassError, Pattern, UndoError
 from fxopt.testing import assert_equivalent, assert_round_trip, randomise
 from tests.modules import module
 
@@ -301,6 +301,14 @@ def test_inverse_keeps_training():
     torch.testing.assert_close(restored(X), after(X))
 
 
+def test_without_inverse_new_weights_are_not_lost():
+    after = FuseConsecutive()(traced(lambda m, x: m.b(m.a(x))))
+    with torch.no_grad():
+        after.b.weight.add_(1)
+    with pytest.raises(UndoError, match="have changed since"):
+        fxopt.undo(after)
+
+
 @dataclasses.dataclass(frozen=True)
 class ToQuickGelu(Pattern):
     preserves_computation = False
@@ -390,7 +398,9 @@ def scaled_copy(self, x, c, l):  # noqa: E741
             lambda: of(lambda m, x: (lambda y: (y.exp() + 1) * y)(x + 1)),
             "writes into its inputs",
         ),
+        (lambda s, x, y: x * 2, lambda s, x, y: x * 2, lambda: of(lambda m, x: x * 2), "does not use y"),
         (lambda s, *x: x[0] * 2, lambda s, *x: x[0] * 2, lambda: of(lambda m, x: x * 2), "variadic"),
+        (lambda s, x: x * 2, lambda s, y: y * 2, lambda: of(lambda m, x: x * 2), "takes other parameters than its pattern"),
         (
             lambda s, x: x * 2,
             lambda s, x: x * 3 if x.sum() > 1e9 else x * 2,
@@ -398,6 +408,7 @@ def scaled_copy(self, x, c, l):  # noqa: E741
             "asks for a value or a shape",
         ),
         (lambda s, x: nn.Linear(4, 4)(x), lambda s, x: x, lambda: of(lambda m, x: x * 2), "calls a new Linear"),
+        (lambda s, x: x * 2, lambda s, x: torch.nope(x), lambda: of(lambda m, x: x * 2), "replacement raises AttributeError"),
     ],
 )  # fmt: skip
 def test_a_rule_that_cannot_be_right_is_an_error(pattern, replacement, graph, message):
@@ -429,8 +440,11 @@ def test_reasons_take_the_parameters_of_the_pattern():
     def pattern(self, x, c: float):
         return x * c
 
+    graph_module = of(lambda m, x: x * 2)
+    with pytest.raises(PassError, match=r"refuses of Rule takes other parameters .*'c'"):
+        rule(pattern, lambda s, x, c: c * x, refuses=lambda s, x: None)(graph_module)
     named = rule(pattern, lambda s, x, c: c * x, refuses=lambda s, c, **_: "no")
-    assert "no" in str(named.explain(of(lambda m, x: x * 2)))
+    assert "no" in str(named.explain(graph_module))
 
 
 @pytest.mark.parametrize(
@@ -488,7 +502,6 @@ def changes_shape(m, x):
             "another layout in memory",
         ),
         (lambda s, x: x * x, lambda s, x: F.silu(x), lambda: of(lambda m, x: x * x, torch.tensor([3])), "replacement raises"),
-        (lambda s, x: x * 2, lambda s, x: torch.nope(x), lambda: of(lambda m, x: x * 2), "replacement raises AttributeError"),
         (lambda s, x: F.dropout(x), lambda s, x: x + 0, lambda: of(lambda m, x: F.dropout(x)), "draws random numbers"),
     ],
 )  # fmt: skip
@@ -554,7 +567,7 @@ def test_what_computes_the_same_is_found(pattern, replacement, graph, sites):
     ("inverse", "message"),
     [
         (lambda s, new, c: copy.deepcopy(new), "does not give a back as it was"),
-        (lambda s, new, c: [new], "does not give a back as it was"),
+        (lambda s, new, c: [new], "it has to return one layer for each of a"),
         (lambda s, new, c: nn.Linear(4, 5), "does not give a back as it was"),
         (lambda s, new, c: unscaled(new, c).train(), "does not give a back as it was"),
     ],

@@ -237,6 +237,10 @@ class _Wanted:
         self._calls = {
             node: self._call(node) for node in self._traced.graph.nodes if node.op.startswith("call")
         }
+        used = {name for node, name in self._names.items() if node.users}
+        used |= {call for call in self._calls.values() if isinstance(call, str)}
+        if unused := [name for name in self.kinds if name not in used]:
+            raise self._error(f"does not use {', '.join(unused)}: leave the parameter out")
         if self._traced.result in self._names:
             raise self._error(f"returns {self._traced.result} itself, which is a pattern of any value")
 
@@ -335,7 +339,10 @@ class _Wanted:
 
 def _kinds_of(pass_: Pattern) -> dict[str, Any]:
     """The annotations of the parameters of `pattern`, by name."""
-    parameters = inspect.signature(pass_.pattern, eval_str=True).parameters.values()
+    try:
+        parameters = inspect.signature(pass_.pattern, eval_str=True).parameters.values()
+    except NameError as error:
+        raise PassError(f"an annotation of {type(pass_).__name__}.pattern is unknown: {error}") from error
     kinds = {each.name: each.empty if each.annotation is Tensor else each.annotation for each in parameters}
     for each in parameters:
         where = f"the parameter {each.name} of {type(pass_).__name__}.pattern"
@@ -346,6 +353,12 @@ def _kinds_of(pass_: Pattern) -> dict[str, Any]:
             raise PassError(
                 f"{where} is annotated with {kind!r}: give float, int, Tensor, a class of layers, or nothing"
             )
+    for method in ("replacement", "refuses"):
+        try:
+            inspect.signature(getattr(pass_, method)).bind(**kinds)
+        except TypeError as error:
+            name = type(pass_).__name__
+            raise PassError(f"{method} of {name} takes other parameters than its pattern: {error}") from error
     return kinds
 
 
@@ -380,6 +393,10 @@ def _inverse_of(
     with torch.no_grad():
         old = pass_.inverse(new, **numbers)
     layers = old if isinstance(old, tuple) else (old,)
+    if [isinstance(layer, nn.Module) for layer in layers] != [True] * len(paths):
+        raise PassError(
+            f"inverse of {type(pass_).__name__} returned {old!r}: it has to return one layer for each of {', '.join(paths)}"
+        )
     return dict(zip(paths, layers, strict=True))
 
 

@@ -205,7 +205,11 @@ class _Place:
         except PassError:
             raise
         except Exception as error:  # functions that the author calls may raise anything
-            return Proof(f"replacement raises {error_text(error)}; for {given}")
+            text = f"replacement raises {error_text(error)}; for {given}"
+            # An error of the author, at any site; but perhaps only this layer has no bias.
+            if isinstance(error, AttributeError | NameError | TypeError) and "NoneType" not in str(error):
+                raise PassError(f"{self.rule!r} is wrong: {text}") from error
+            return Proof(text)
         if made.graph.draws:
             return Proof("replacement draws random numbers")
         reason = _difference(truth, made)
