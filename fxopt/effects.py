@@ -136,7 +136,8 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
     branches = graph.branches_of(target)
     if branches:
         written = [written_by(n, graph.called_module(b, n)) for b in branches for n in b.graph.nodes]
-        return tuple(node.all_input_nodes) if any(each != () for each in written) else ()
+        quiet = all(each is not None and all(map(_is_made_there, each)) for each in written)
+        return () if quiet else tuple(node.all_input_nodes)
     if getattr(target, "only_reads", False):
         return ()
     if not (operators.is_torch_function(target) or operators.name_of(node)):
@@ -149,6 +150,14 @@ def _written_by_function(node: Node) -> tuple[Node, ...] | None:
     if not _out(node) and node.is_impure(impure_random=False):
         return None
     return _out(node)
+
+
+def _is_made_there(value: Node) -> bool:
+    """Tell whether the memory of a value was allocated by a call in the same graph."""
+    facts, first = facts_of(value), graph.first_argument(value)
+    if Fact.VIEW in facts and Fact.SEVERAL not in facts and isinstance(first, Node):
+        return _is_made_there(first)
+    return Fact.NEW in facts and written_by(value, None) == ()
 
 
 def _written_statistics(node: Node) -> tuple[Node, ...]:

@@ -231,7 +231,7 @@ class Memory:
         """The nodes whose value is surely one tensor."""
         found: set[Node] = set()
         for node in self._position:
-            if self._makes_tensor(node, found):
+            if self._makes_tensor(node, found) or any(self._takes_tensor(user, node) for user in node.users):
                 found.add(node)
         return found
 
@@ -246,6 +246,14 @@ class Memory:
         if node.target in _JOINING or node.op == "call_method":
             return any(isinstance(a, float) or a in known for a in node.args)
         return self._is_new(node)
+
+    def _takes_tensor(self, user: Node, value: Node) -> bool:
+        """Tell whether `user` could not be called if `value` were a tuple or a list."""
+        if not user.args or user.args[0] is not value:
+            return False
+        if user.op == "call_method":
+            return not hasattr(list, str(user.target))
+        return user.op == "call_module" and self._is_new(user)
 
     def _is_new(self, node: Node) -> bool:
         """Tell whether the value of `node` shares no memory with its inputs, if these are tensors."""
