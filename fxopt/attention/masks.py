@@ -81,13 +81,12 @@ class MaskReader:
     def check_rows(self, masks: Sequence[Mask], dtype: torch.dtype | None) -> None:
         """Raise an Obstacle if a row of scores may be masked entirely, and one call would compute another result for it."""
         reasons = [mask.unless for mask in masks if mask.unless]
-        hiding = [mask for mask in masks if mask.least <= _LOSING_GRADIENTS]
         if masks and dtype == torch.float16:
             reasons.append("in float16, a row that is masked entirely would have other weights")
         elif len(masks) == 1:  # two masks together may hide all keys of a row
             no_matter = self._inference and _is_finite(masks[0].least, masks[0].step)
             reasons = [] if no_matter or (reasons and self._leaves_keys(masks[0])) else reasons
-        elif len(hiding) > 1 and not any(map(self._leaves_keys, masks)):
+        elif _may_overflow(masks) and not any(map(self._leaves_keys, masks)):
             reasons.append("its masks may add up to -inf: a row of -inf gives NaN, but zeros if fused")
         if reasons and not self._each_row_has_a_key:
             raise Obstacle(f"{reasons[0]}. If no row is masked entirely, pass each_row_has_a_key=True")
@@ -134,6 +133,14 @@ def _least(value: object) -> float:
     if isinstance(value, float):
         return -abs(value) if math.isfinite(value) else value
     return float(min(value, 0)) if isinstance(value, int) else 0.0
+
+
+def _may_overflow(masks: Sequence[Mask]) -> bool:
+    """Tell whether the sum of masks may be less than the least number of their dtype; halves keep Python's sum finite."""
+    if len(masks) < 2:
+        return False
+    least = torch.finfo(graph.value_of(masks[0].step).dtype).min
+    return sum(mask.least / 2 for mask in masks) < 0.51 * least
 
 
 def _is_finite(number: float, step: Node) -> bool:

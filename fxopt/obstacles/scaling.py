@@ -73,19 +73,25 @@ def folded(layer: nn.Module, scale: Tensor, shift: Tensor | None, behind: bool) 
 
 def scaling_obstacle(layer: nn.Module, scale: Tensor, shift: Tensor | None, behind: bool) -> str | None:
     """Return why the layer that `folded` would make is not equivalent; None if it is."""
-    weight = weight_of(layer)
+    weight, bias = weight_of(layer), parameters_of(layer)["bias"]
     if not weight.is_floating_point():
         return f"the weight of the layer is {weight.dtype}"
     if shift is not None and not behind and _takes_zeros(layer):
         return "the layer takes zeros beside its input, which would not be shifted"
     if weight.is_meta or not weight.numel():
         return None
-    fused = folded(layer, scale, shift, behind)
-    if not all(parameter.isfinite().all() for parameter in fused.parameters()):
-        return f"the folded weights are not finite in {weight.dtype}"
-    before, after = (_largest_of_channels(each, behind) for each in (layer, fused))
-    scaled = (before > 0) & (_spread(layer, scale, behind) != 0)
-    if (scaled & (after < torch.finfo(weight.dtype).tiny)).any():
+    scale, shift = _spread(layer, scale, behind), None if shift is None else _spread(layer, shift, behind)
+    limits, largest = torch.finfo(weight.dtype), _largest_of_channels(layer, behind).to(scale.dtype)
+    factors = scale.abs()
+    sizes = largest * factors
+    added = shifted = 0.0 if shift is None else shift.abs().max().item()
+    if bias is not None:
+        added += bias.detach().abs().max().item() * (factors.max().item() if behind else 1)
+    if not behind:
+        added += largest.max().item() * shifted * weight[0].numel()
+    if not (sizes.max().item() <= limits.max and added <= limits.max):  # also if one is NaN
+        return f"the folded weights are perhaps not finite in {weight.dtype}"
+    if ((sizes > 0) & (sizes < limits.tiny)).any():
         return f"the folded weights are too small for {weight.dtype}"
     return None
 

@@ -120,9 +120,10 @@ def _layer(
     shapes = dict[str, tuple[int, ...]]()
     for attribute, read in reads.items():
         tensor = submodules.find(index.graph_module, str(read.target))
-        kind = Tensor if attribute in STATISTICS else nn.Parameter
-        if not isinstance(tensor, kind) or not tensor.is_floating_point():
-            return f"{read.target} is no floating {kind.__name__.lower()} of a module"
+        kind = "buffer" if attribute in STATISTICS else "parameter"
+        fits = isinstance(tensor, Tensor) and isinstance(tensor, nn.Parameter) is (kind == "parameter")
+        if not fits or not tensor.is_floating_point():
+            return f"{read.target} is no floating {kind} of a module"
         shapes[attribute] = tuple(tensor.shape)
     if function.turned:
         shapes["weight"] = shapes["weight"][::-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,7 +66,13 @@ class ReplaceActivation(ReversibleRewrite[ActivationCalls]):
             if not isinstance(value, str) and not (isinstance(value, type) and issubclass(value, nn.Module)):
                 raise TypeError(f"{option} is {value!r}; give a name or a type of torch.nn.Module")
         if isinstance(self.target, type):
-            self.target()  # raises a TypeError if it needs arguments
+            try:
+                inspect.signature(self.target).bind()
+            except TypeError as error:
+                raise TypeError(
+                    f"target is {self.target.__name__}, which cannot be made without arguments ({error}); give a "
+                    "type of module that can, such as a subclass that fixes them"
+                ) from None
         if self.source == self.target:
             raise ValueError(f"source and target are both {self.source!r}, so there is nothing to replace")
 

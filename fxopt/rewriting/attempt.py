@@ -118,7 +118,11 @@ class Attempt:
 def check_promise(pass_: Any, result: GraphModule, steps: Sequence[Step]) -> None:
     """Raise a PassError that names the pass, and the steps before it, if the result breaks what the pass `ensures`."""
     reason = pass_.ensures(result)
-    if reason is not None:  # `return not left` would say False where something is wrong
+    if not isinstance(reason, str | None):  # False would count as no fault
+        raise PassError(
+            f"ensures of {pass_!r} returned {reason!r}: it has to return a text that says what is wrong, or None"
+        )
+    if reason:
         applied = ", ".join(step.name for step in steps) or "nothing"
         raise PassError(f"{pass_!r} broke its promise: {reason}. Applied before it: {applied}")
 
@@ -133,12 +137,25 @@ def check_log(pass_: Any, snapshot: Snapshot, log: Sequence[Edit]) -> None:
         )
 
 
+def found_by(pass_: Any, graph_module: GraphModule) -> list[Any]:
+    """List all that `match` yields; raise a PassError if something is not a node, site or refusal."""
+    matched = pass_.match(graph_module)
+    found = list(matched) if isinstance(matched, Iterable) else [matched]
+    wrong = [type(each).__name__ for each in found if not isinstance(getattr(each, "node", each), Node)]
+    if wrong:
+        raise PassError(
+            f"match of {pass_!r} gave a {wrong[0]}: it has to yield nodes, objects with an attribute `node`, and refusals"
+        )
+    return found
+
+
 def nodes_of(pass_: Any, made: Any) -> list[Node]:
     """List the nodes that `apply` returned; raise a PassError if it returned anything else."""
-    nodes = list(made) if isinstance(made, Iterable) else [made]
+    nodes = made if isinstance(made, Iterable) and not isinstance(made, str) else [made]
     found = [each for each in nodes if each is not None]
-    if not all(isinstance(each, Node) for each in found):
+    wrong = next((type(each).__name__ for each in found if not isinstance(each, Node)), None)
+    if wrong is not None:
         raise PassError(
-            f"apply of {pass_!r} returned {made!r}: it has to return the nodes to mark as transformed, or None"
+            f"apply of {pass_!r} returned a {wrong}: it has to return the nodes to mark as transformed, or None"
         )
     return found

@@ -13,7 +13,7 @@ from fxopt import submodules
 from fxopt.rewriting import undoing
 from fxopt.rewriting.attempt import Applied
 from fxopt.rewriting.explanation import Explanation
-from fxopt.rewriting.record import orders_of, set_steps, steps_of
+from fxopt.rewriting.record import MARKS, orders_of, set_steps, steps_of
 from fxopt.rewriting.rewrite import Rewrite
 from fxopt.rewriting.transformation import ReversibleTransformation, Transformation, check_and_compile
 from fxopt.rewriting.verification import Verify
@@ -120,6 +120,14 @@ class Composition(Transformation):
 @dataclasses.dataclass(frozen=True, repr=False)
 class ReversibleComposition(Composition, ReversibleTransformation):
     """A composition whose parts can all be undone."""
+
+    def mark_as_restored(self, node: Node) -> None:
+        """Remove the marks of the composition and of its parts from `node`."""
+        if self.signature in node.meta.get(MARKS, ()) or not self.transformed(node):
+            super().mark_as_restored(node)
+        for part in self.parts:
+            if isinstance(part, ReversibleTransformation) and part.transformed(node):
+                part.mark_as_restored(node)
 
     def reverse(self, graph_module: GraphModule) -> GraphModule:
         """Undo the steps that the composition applied, the last one first."""

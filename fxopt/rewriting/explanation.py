@@ -105,9 +105,4 @@ class Explanation:
 
 def node_of(found: Site | Node | Refusal) -> Node:
     """The node under which a site or refusal is listed."""
-    node: object = getattr(found, "node", found)
-    if not isinstance(node, Node):
-        raise PassError(
-            f"match gave a {type(found).__name__}: it has to yield nodes, objects with an attribute `node`, and refusals"
-        )
-    return node
+    return found if isinstance(found, Node) else found.node

@@ -63,7 +63,9 @@ class FunctionGraph:
         root = nn.Module()
         vars(root)[MODULES] = self.modules
         given = [values[str(node.target)] for node in self.graph.find_nodes(op="placeholder")]
-        return Interpreter(root, graph=self.graph).run(*given)
+        interpreter = Interpreter(root, graph=self.graph)
+        interpreter.extra_traceback = False  # errors are those of the author
+        return interpreter.run(*given)
 
 
 _LOCK = threading.RLock()

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from fxopt import effects, graph, operators
 from fxopt.operators import Fact
+from fxopt.outputs import tensors
 from fxopt.rewriting.edits import Edit, NodeEdit, NodeState, Redirect, Swap
 from fxopt.rewriting.snapshot import Snapshot
 from fxopt.submodules import is_inside, weights_of
@@ -66,6 +67,7 @@ class Piece:
         self._graph_module, self._nodes, self._then = then.graph_module, nodes, then
         now = list(self._graph_module.graph.nodes)
         order_then, order_now = [*then.nodes], [node.name for node in now]
+        self._places = [{name: i for i, name in enumerate(order)} for order in (order_then, order_now)]
         swaps = [edit for edit in edits if isinstance(edit, Swap)]
         self.taken = {path: value for swap in reversed(swaps) for path, value in swap.before.items()}
         self.put = {path: value for swap in swaps for path, value in swap.after.items()}
@@ -119,12 +121,14 @@ class Piece:
 
     @property
     def rounds(self) -> bool:
-        """Tell whether the site has new weights, which were rounded, or whether a node names another dtype than float64."""
-        weights = (w for value in self.put.values() for w in weights_of(value))
+        """Tell whether the site has new weights and not only float64 values, or whether a node names another dtype than float64."""
+        weights = [w for value in self.put.values() for w in weights_of(value)]
+        if weights:
+            weights += tensors([graph.value_of(self._nodes[name]) for name in (*self.before, *self.inputs)])
+        dtypes = [w.dtype for w in weights if w.is_floating_point()]
         states = (*self.before.values(), *self.after.values())
-        leaves = (leaf for state in states for leaf in graph.leaf_arguments(state))
-        named = (leaf for leaf in leaves if isinstance(leaf, torch.dtype) and leaf != torch.float64)
-        return any(w.is_floating_point() for w in weights) or any(True for _ in named)
+        dtypes += [v for state in states for v in graph.leaf_arguments(state) if isinstance(v, torch.dtype)]
+        return any(dtype != torch.float64 for dtype in dtypes)
 
     @property
     def constants(self) -> list[int | float]:
@@ -132,15 +136,23 @@ class Piece:
         return graph.numbers_in(self.before.values())
 
     @property
-    def overwritten(self) -> list[tuple[str, str]]:
-        """The values that another node may read before the piece overwrites them; empty if the piece writes nothing."""
+    def reads(self) -> list[Read]:
+        """The uses of the piece by other nodes, if the piece may write in place: the value read may be overwritten at its end."""
         nodes = [self._nodes[name] for name in self.after]
-        written = {node.name: effects.written_by(node, self._called(node)) for node in nodes}
-        if all(targets == () for targets in written.values()):
+        if all(effects.written_by(node, self._called(node)) == () for node in nodes):
             return []
-        readers = {name: {u.name for target in written[name] or () for u in target.users} for name in written}
-        read = [name for name in written if name in self.before and readers[name] - self.after.keys()]
-        return [*self.outputs, *((name, name) for name in read)]
+        around = (Read(user.name, n, n) for n in self.around for user in self._nodes[n].users)
+        return sorted({read for read in (*self._reads(), *around) if read.user not in self.after})
+
+    def read_before(self, after: bool) -> dict[str, list[Read]]:
+        """Group the `reads` whose user comes before a node of the piece, by the first such node."""
+        side, place = self.after if after else self.before, self._places[after]
+        found = collections.defaultdict[str, list[Read]](list)
+        for read in self.reads:
+            behind = (name for name in side if place[name] > place.get(read.user, len(place)))
+            if first := next(behind, None):
+                found[first].append(read)
+        return found
 
     def leave_out(self, name: str) -> None:
         """Remove a node around the core from the piece, so that it becomes an input."""
@@ -163,7 +175,7 @@ class Piece:
     def _between(self, order: Sequence[str]) -> set[str]:
         """The untouched nodes through which values flow from the core back into the core."""
         inputs = {name: {source.name for source in self._nodes[name].all_input_nodes} for name in order}
-        for name in self._then.nodes:
+        for name in self._places[0]:
             inputs.setdefault(name, set()).update(self._then.state(name).references())
         users = collections.defaultdict[str, set[str]](set)
         for name, sources in inputs.items():
@@ -185,7 +197,7 @@ class Piece:
         ends = (max((i for i, name in enumerate(order) if name in self._core), default=0) for order in orders)
         earlier = {name for order, end in zip(orders, ends, strict=True) for name in order[:end]}
         states = [NodeState.of(node) for node in core]
-        states += [self._then.state(name) for name in self._then.nodes if name in self._core]
+        states += [self._then.state(name) for name in self._core if name in self._places[0]]
         inputs = {name for state in states for name in state.references()} - self._core
         pending = collections.deque((node, True) for node in dict.fromkeys((*core, *self._stands_in)))
         pending += [(self._nodes[name], False) for name in sorted(inputs)]

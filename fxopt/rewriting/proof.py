@@ -207,7 +207,9 @@ class _Place:
         except Exception as error:  # functions that the author calls may raise anything
             text = f"replacement raises {error_text(error)}; for {given}"
             # An error of the author, at any site; but perhaps only this layer has no bias.
-            if isinstance(error, AttributeError | NameError | TypeError) and "NoneType" not in str(error):
+            if isinstance(
+                error, AttributeError | ImportError | NameError | TypeError
+            ) and "NoneType" not in str(error):
                 raise PassError(f"{self.rule!r} is wrong: {text}") from error
             return Proof(text)
         if made.graph.draws:
@@ -317,9 +319,9 @@ def _ways_of_sizes(values: Mapping[str, Any]) -> Iterator[Callable[[Any], int]]:
     shapes = (value.shape for value in values.values() if isinstance(value, Tensor))
     sizes: list[Any] = [size for shape in shapes for size in shape if isinstance(size, torch.SymInt)]
     symbols = {symbol: size for size in sizes for symbol in size.node.expr.free_symbols}
-    # Larger, because a convolution may accept no shorter inputs.
+    # Larger than in the example, because a convolution may accept no shorter inputs, and than a small number in the replacement.
     numbers = {
-        symbol: int(symbols[symbol].node.shape_env.backed_var_to_val.get(symbol, 3)) + 1 + place
+        symbol: max(4, int(symbols[symbol].node.shape_env.backed_var_to_val.get(symbol, 4))) + 1 + place
         for place, symbol in enumerate(sorted(symbols, key=str))
     }
     if numbers:
@@ -329,7 +331,7 @@ def _ways_of_sizes(values: Mapping[str, Any]) -> Iterator[Callable[[Any], int]]:
 def _drawn(value: Any, seed: int, numbers: Numbers) -> Any:
     """Draw random values for a description, or copy a layer with other weights; numbers are returned as they are."""
     if not isinstance(value, nn.Module):
-        return numbers.like(value, seed) if isinstance(value, Tensor) else value
+        return numbers.like(value.cpu(), seed) if isinstance(value, Tensor) else value
     generator, layer = torch.Generator().manual_seed(seed), copy.deepcopy(value).cpu()
     for tensor in filter(rounds, (*layer.parameters(), *layer.buffers())):
         tensor.data += torch.rand(tensor.shape, generator=generator).to(tensor.dtype)

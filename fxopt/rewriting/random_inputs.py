@@ -53,7 +53,7 @@ class Numbers:
     turn: int = 0
 
     def like(self, value: Any, seed: int) -> Any:
-        """Draw random values on the CPU with the shape, dtype and memory order of a tensor; return other values unchanged."""
+        """Draw random values with the shape, dtype and memory order of a tensor; other values are returned as they are."""
         if isinstance(value, torch.SymInt):
             return self.size_of(value)
         if not isinstance(value, Tensor):
@@ -65,7 +65,7 @@ class Numbers:
         numbers = self._drawn(value, shape, generator)
         if value.is_complex():
             numbers = torch.complex(numbers, self._drawn(value, shape, generator))
-        numbers = numbers.to(value.dtype)
+        numbers = numbers.to(value.device, value.dtype)
         return numbers.permute([order.index(dim) for dim in range(value.ndim)])
 
     def _drawn(self, value: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from fxopt import graph, submodules
 from fxopt.errors import PassError, UndoError, VerificationWarning, warn
 from fxopt.rewriting import undoing
-from fxopt.rewriting.attempt import Applied, Attempt, check_log, nodes_of
+from fxopt.rewriting.attempt import Applied, Attempt, check_log, found_by, nodes_of
 from fxopt.rewriting.edits import as_data
 from fxopt.rewriting.explanation import Explanation, Refusal, Row, Site, node_of
 from fxopt.rewriting.record import mark
@@ -70,7 +70,7 @@ class Rewrite(Transformation, Generic[S]):
         """
         graph.check_graph_module(graph_module, f"{self!r} rewrites")
         with graph.suppressing_guards(graph_module):
-            found = list(self.match(graph_module))
+            found = found_by(self, graph_module)
         at_once = type(self).opens_sites is Rewrite.opens_sites or all(isinstance(e, Refusal) for e in found)
         if verify is False and at_once:
             return Explanation(type(self).__name__, tuple(map(Row.of, found)))
@@ -142,7 +142,7 @@ class Rewrite(Transformation, Generic[S]):
             verifier, writes = Verifier(self, graph_module, verify), refuse_writes(self, snapshot)
             rounds, limit = 0, 8 + len(graph_module.graph.nodes)
             while rounds < limit:
-                found = list(self.match(graph_module))
+                found = found_by(self, graph_module)
                 rows |= {row.node: row for row in map(Row.of, found) if row.node not in settled}
                 sites = [e for e in found if not isinstance(e, Refusal) and not rows[node_of(e).name].reason]
                 for site in sites:

@@ -41,12 +41,16 @@ def check_no_trace(pass_: Any, graph_module: GraphModule) -> None:
     """Raise an UndoError if a graph module has marks or modules of a pass that its record does not list."""
     left = [node.name for node in marked_nodes(graph_module, pass_.signature)]
     left += [name for name, m in graph_module.named_modules() if pass_.signature in provenance(m)]
-    if left:
-        raise UndoError(
-            f"{pass_!r} cannot be undone: it rewrote {', '.join(left)}, but the record of its changes is gone. The record is "
-            "a child module of the graph module; delete_all_unused_submodules, copy.copy, retracing and "
-            "GraphModule(module, graph) lose it. Undo the pass, or the transformation that called it, before these"
-        )
+    if not left:
+        return
+    why = (
+        "the record of its changes is gone. The record is a child module of the graph module; delete_all_unused_submodules, "
+        "copy.copy, retracing and GraphModule(module, graph) lose it. Undo the pass before these"
+    )
+    for step in steps_of(graph_module):
+        if pass_.signature in {part.signature for part in step.parts}:
+            why = f"it was a part of {step.name}: undo that"
+    raise UndoError(f"{pass_!r} cannot be undone: it rewrote {', '.join(left)}, but {why}")
 
 
 def undo_steps(graph_module: GraphModule, chosen: Sequence[Step]) -> Applied:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fxopt import graph
@@ -30,7 +29,8 @@ from fxopt.graph_index import GraphIndex
 from fxopt.memory import storage_of
 from fxopt.outputs import tensors
 from fxopt.rewriting.edits import Edit, NodeState
-from fxopt.rewriting.piece import Piece
+from fxopt.rewriting.host_first import errors_of_the_host
+from fxopt.rewriting.piece import Piece, Read
 from fxopt.rewriting.random_inputs import (
     ANY_SIGN,
     FAR,
@@ -207,7 +207,7 @@ class Verifier:
             if numbers.integers in (ANY_SIGN, FAR) and stopped.name not in piece.around:
                 raise  # perhaps the node uses the integers as indices
             return f"{stopped.name} no longer runs: {stopped.reason}"
-        labels = [now for _, now in (*piece.outputs, *piece.overwritten)]
+        labels = [*(now for _, now in piece.outputs), *(read.new for read in piece.reads)]
         for label, expected, actual in zip(labels, truth, result, strict=True):
             try:
                 pairs(expected, actual, dtypes=self._preserves)
@@ -218,14 +218,13 @@ class Verifier:
         if not self._preserves:
             return self._beyond_tolerance(labels, truth, result)
         least = [SMALLEST if label in piece.around else 1e-30 for label in labels]
-        # In bfloat16, 128 units of rounding are as large as a value.
+        # In its own dtype, fused attention on a GPU rounds by 80 units; in bfloat16, 128 units are as large as a value.
         limits = [RTOL if numbers.dtype else min(128 * epsilon(truth), 0.5)] * len(labels)
         errors = [*map(row_error, truth, result, least)]
         is_beyond = any(error > limit for error, limit in zip(errors, limits, strict=True))
         if is_beyond and numbers.dtype and piece.rounds:
             own = self._run(piece, False, inputs, own_numbers)
-            rounding = [*map(row_error, truth, own, least, own)]
-            limits = [max(RTOL, 4 * error + 16 * epsilon(own)) for error in rounding]
+            limits = [4 * error + 16 * epsilon(own) for error in map(row_error, truth, own, least, own)]
             errors = [*map(row_error, truth, result, least, own)]
         elif is_beyond and not numbers.dtype:  # rounding may take the new piece as far as the old one
             with contextlib.suppress(_Stopped), Float64():
@@ -282,35 +281,31 @@ class Verifier:
         )
 
     def _run(self, piece: Piece, after: bool, inputs: dict[str, Any], numbers: Numbers) -> list[Any]:
-        """Run one of the two pieces; returns its `outputs` at the end, and those that it may overwrite as they were first."""
-        values, first = dict[str, Any](), dict[str, Any]()
-        overwritten = [pair[after] for pair in piece.overwritten]
-
-        def drawn(name: str) -> Any:
-            if name not in inputs:
-                inputs[name] = self._input(self._nodes[name], numbers)
-            return pytree.tree_map(lambda leaf: _cast(leaf, numbers.dtype), inputs[name])
+        """Run one of the two pieces; returns its `outputs` at the end, and the values of its `reads`, taken before later writes."""
+        values, early, reads = dict[str, Any](), dict[Read, Any](), piece.read_before(after)
 
         def value(name: str) -> Any:
             if name not in values:
-                values[name] = drawn(name)
+                if name not in inputs:
+                    inputs[name] = self._input(self._nodes[name], numbers)
+                values[name] = pytree.tree_map(lambda leaf: _cast(leaf, numbers.dtype), inputs[name])
             return values[name]
 
         with torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(0)
             for name, state in (piece.after if after else piece.before).items():
+                early |= {read: _cast(value(read[1 + after]), None) for read in reads.get(name, ())}
                 try:
                     args, kwargs = state.arguments(value)
                     standing = _cast(
                         self._standing(state, piece.put if after else piece.taken), numbers.dtype
                     )
-                    values[name] = _called(state, standing, *map_aggregate((args, kwargs), _on_the_cpu))
+                    with errors_of_the_host():
+                        values[name] = _called(state, standing, args, kwargs)
                 except Exception as error:  # a function may not accept random inputs
                     raise _Stopped(name, error) from error
-                if name in overwritten:
-                    first[name] = _cast(values[name], None)
-            found_first = (first[name] if name in first else drawn(name) for name in overwritten)
-            return [*(value(pair[after]) for pair in piece.outputs), *found_first]
+            found_early = (early[read] if read in early else value(read[1 + after]) for read in piece.reads)
+            return [*(value(pair[after]) for pair in piece.outputs), *found_early]
 
     def _standing(self, state: NodeState, swapped: Mapping[str, Any]) -> Any:
         """The module or tensor that a node calls or reads, looked up in `swapped` first; None for other nodes."""
@@ -354,20 +349,13 @@ def _called(state: NodeState, standing: Any, args: Any, kwargs: Any) -> Any:
     return args[0] if state.op == "output" else standing
 
 
-def _on_the_cpu(leaf: Any) -> Any:
-    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-
-
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Copy a tensor or module to the CPU, with floating and complex numbers in `dtype`; return other values unchanged.
-
-    An index out of range is an exception on the CPU. On a GPU, it makes the device unusable for the rest of the process.
-    """
+    """Copy a tensor or module, with floating and complex numbers in `dtype`; other values are returned as they are."""
     memo: dict[int, Any] = {}
     for tensor in weights_of(value):
         if tensor.is_meta:
             raise _CannotRun("its weights are on the meta device")
-        wide = tensor.detach().to("cpu", wide_dtype(tensor, dtype), copy=True)
+        wide = tensor.detach().to(wide_dtype(tensor, dtype), copy=True)
         memo[id(tensor)] = nn.Parameter(wide, False) if isinstance(tensor, nn.Parameter) else wide
     return copy.deepcopy(value, memo) if isinstance(value, Tensor | nn.Module) else value
 
