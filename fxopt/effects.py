@@ -164,7 +164,8 @@ def _written_statistics(node: Node) -> tuple[Node, ...]:
     """The statistics that a function of a normalization writes; all inputs if the names of its arguments are unknown."""
     given, names = graph.argument(node, "training"), graph.positional(node.target)
     # Outside of training, statistics are only read: the sixth argument of each such function tells.
-    if False in (given, *node.args[5:6]) or ("training" in names and given is None):
+    evaluates = False in (given, node.kwargs.get("use_input_stats"), *node.args[5:6])
+    if evaluates or ("training" in names and given is None):
         return ()
     if "running_mean" not in names:
         return tuple(node.all_input_nodes)

@@ -572,3 +572,22 @@ def test_a_layer_with_one_new_weight_has_other_gradients():
     folded = fxopt.FoldScaleAndShift()(fxopt.trace(model, (x,)))
     assert len(folded.graph.find_nodes(op="call_module", target="layer")) == 1
     assert Oracle(model, (x,), float64=model, gradients=True).judge(folded, folded).grade.passes
+
+
+class Remembers(Does):
+    """Remembers results by what tensors are, not by what is in them."""
+
+    def __init__(self, key: Callable[[Tensor], int]) -> None:
+        super().__init__(plain)
+        self.key, self.seen = key, dict[int, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.seen.setdefault(self.key(x), self.layer(x)).clone()
+
+
+@pytest.mark.parametrize("key", [id, Tensor.data_ptr])
+def test_a_tensor_that_is_written_between_calls_is_another_input(key: Callable[[Tensor], int]) -> None:
+    oracle = Oracle(Does(lambda layer, x: layer(x).clone()), [X])
+    verdict = oracle.judge(Remembers(key))
+    assert verdict.grade is Grade.WRONG
+    assert "output is not NaN or infinite where the original is" in verdict.reason

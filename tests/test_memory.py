@@ -144,6 +144,7 @@ def test_writes_of_layers_into_their_own_tensors(read, call):
         lambda m, x, y: F.batch_norm(y, x, x),
         lambda m, x, y: F.batch_norm(y, x, x, training=False),
         lambda m, x, y: F.instance_norm(x),
+        lambda m, x, y: F.instance_norm(y, x, x, use_input_stats=False),
         lambda m, x, y: F.embedding(y, x),
     ],
 )

@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 import fxopt
-from fxopt import ChangeTrueDivToMulByInverse
+from fxopt import ChangeTrueDivToMulByInverse, UndoError
 from tests.before_after import fx_trace, fxopt_trace, refused, rewritten
 from tests.modules import module
 
@@ -79,9 +79,12 @@ def test_the_range_of_an_unknown_dtype_is_that_of_float16():
         (lambda x: (x > 0) / 7, "not known to be a floating tensor", fxopt_trace),
         (lambda x: (x / 49).floor(), "1 / 49 is not exact, and floor (floor) is not known to", fxopt_trace),
         (lambda x: torch.round(x.abs() / 49 + 1), "keep the error small", fxopt_trace),
+        (lambda x: (x / 49).reshape(-1).int(), "keep the error small", fxopt_trace),
         (lambda x: (x / 49).to(torch.int64), "keep the error small", fxopt_trace),
         (lambda x: (x / 49)[0] >= 1, "keep the error small", fxopt_trace),
+        (lambda x: (x / 49) == 1, "keep the error small", fxopt_trace),
         (lambda x: (x / 49 / 7).int(), "keep the error small", fxopt_trace),
+        (lambda x: x / 49 % 1, "keep the error small", fxopt_trace),
         (lambda x: (x / 49).argmax(), "keep the error small", fxopt_trace),
     ],
 )
@@ -103,23 +106,31 @@ def written_into_integers(x):
 
 AFTER_OTHERS = [
     lambda x: torch.relu(x / 49).floor(),
+    lambda x: nn.functional.relu(x / 49).long(),
     lambda x: (x / 49).sum().floor(),
+    lambda x: nn.functional.dropout(x / 49, 0.5, False).ceil(),
     lambda x: (x / 49).type("torch.LongTensor"),
     lambda x: (x / 49).tanh().topk(2, -1),
+    lambda x: (x / 49).sort(-1),
     lambda x: (x / 49).max(-1),
+    lambda x: (x / 49).median(),
     lambda x: nn.functional.threshold(x / 49, 1.0, 0.0),
+    lambda x: nn.functional.hardshrink(x / 49),
     lambda x: torch.special.round(x / 49),
     lambda x: torch.histogram(x / 49, 4, range=(-1.0, 1.0))[0],
     lambda x: 1 / (1 - x / 49),
+    lambda x: torch.logit(x / 49),
     lambda x: nn.functional.adaptive_max_pool1d(x / 49, 2, return_indices=True),
     lambda x: (x / 49).log(),
     lambda x: (x / 49).view(torch.int32).view(torch.float32),
     lambda x: (x / 49).div(3, rounding_mode="floor"),
-    lambda x: (x / 49) ** 2,
-    lambda x: x.square() / (x / 49),
-    lambda x: (x / 49).split(2, -1)[0],
+    lambda x: (x / 49) ** 0.5,
+    lambda x: (x / 49) ** -1,
+    lambda x: (x / 49) ** (x / 49),
     lambda x: 2 ** (x / 49),
+    lambda x: torch.full_like(x, 1).copy_(x / 49).floor(),
     lambda x: x.long().copy_(x / 49),
+    lambda x: torch.rsqrt((x / 3).pow(2).mean(-1, keepdim=True) + 1e-6),
     lambda x: {"scores": x / 49}["scores"].round(),
     written_and_read,
     written_into_integers,
@@ -133,8 +144,15 @@ def test_a_step_behind_other_functions(function):
 
 
 def rotated(x):
-    x = x / 3
-    return torch.cat([-x[:, 2:], x[:, :2]], -1) * x.cos() + x * x.sin()
+    first, second = (x / 3).chunk(2, -1)
+    return torch.cat([-second, first], -1) * x.cos() + (x / 3) * x.sin()
+
+
+def accumulated(x):
+    total = torch.zeros_like(x)
+    total[0] = x[0] / 49
+    total += 1
+    return total
 
 
 IDIOMS = [
@@ -143,16 +161,18 @@ IDIOMS = [
     (lambda m, x: torch.where(x > 0, x / 3, 0.0).float().log_softmax(-1), 1),
     (lambda m, x: nn.functional.layer_norm(x / 3 + x, (4,)).round(), 1),
     (lambda m, x: m.linear(nn.functional.gelu(x / 3)).floor(), 1),
+    (lambda m, x: (x / 3 - x.mean()) ** 2, 1),
     (lambda m, x: x / 3 / 7 / x.square().sum(), 2),
     (lambda m, x: nn.functional.dropout((x / 3).tanh(), 0.1, False).view(2, 6).sum(0), 1),
     (lambda m, x: nn.functional.scaled_dot_product_attention(x / 3, x, x), 1),
     (lambda m, x: nn.functional.max_pool1d(x / 3, 2).amax(), 1),
     (lambda m, x: torch.zeros_like(x / 3).floor(), 1),
-    (lambda m, x: [(x / 3).narrow(1, 0, 2), {"half": (x / 3).half()}], 2),
+    (lambda m, x: [(x / 3).split(2, -1)[1], {"half": (x / 3).half()}], 2),
     (lambda m, x: (x / 3, x.floor()), 1),
     (lambda m, x: x.long() / 8, 1),
     (lambda m, x: (x > 0) / 4, 1),
-    (lambda m, x: rotated(x), 1),
+    (lambda m, x: rotated(x), 2),
+    (lambda m, x: accumulated(x), 1),
 ]
 
 
@@ -176,12 +196,16 @@ def after_layer(function, **layers):
     "model",
     [
         after_layer(lambda m, x, like: x.type("torch.LongTensor")),
+        after_layer(lambda m, x, like: x.type_as(like)),
         after_layer(lambda m, x, like: x.to(like.dtype)),
+        after_layer(lambda m, x, like: x.to(like)),
         after_layer(lambda m, x, like: x.max(1)),
+        after_layer(lambda m, x, like: torch.where(x)),
         after_layer(lambda m, x, like: like.copy_(x)),
         after_layer(lambda m, x, like: x.to(x.device).floor()),
         after_layer(lambda m, x, like: m.a(x).long(), a=nn.ReLU()),
         after_layer(lambda m, x, like: m.a(x).floor(), a=nn.Dropout()),
+        after_layer(lambda m, x, like: m.linear_(x), linear_=nn.Hardshrink()),
         after_layer(lambda m, x, like: m.a(x), a=nn.Threshold(1.0, 0.0)),
         after_layer(lambda m, x, like: m.a(x), a=nn.MaxPool1d(2, return_indices=True)),
     ],
@@ -241,3 +265,16 @@ def test_what_is_no_division_by_a_constant(function):
 
 def test_a_power_of_two_before_floor_is_exact():
     rewritten(ChangeTrueDivToMulByInverse(), applying(lambda x: (x / 4).floor()), X, sites=1)
+
+
+def test_undo_of_a_changed_node_raises():
+    after = ChangeTrueDivToMulByInverse()(torch.fx.symbolic_trace(div(4)))
+    (node,) = after.graph.find_nodes(op="call_function", target=operator.mul)
+    node.update_arg(1, 0.5)
+    with pytest.raises(UndoError, match="changed since"):
+        ChangeTrueDivToMulByInverse()(after, reverse=True)
+
+
+def test_a_step_behind_a_layer_with_the_name_of_a_function():
+    model = module(lambda m, x: m.shape(x / 49).floor(), shape=nn.Sequential(nn.ReLU()))
+    refused(ChangeTrueDivToMulByInverse(), model, X, reason="keep the error small", trace=fxopt_trace)

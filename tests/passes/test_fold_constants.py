@@ -519,3 +519,17 @@ def test_constants_that_share_a_computation_with_arange_are_verified_on_its_valu
         warnings.simplefilter("error", fxopt.VerificationWarning)
         FoldConstants(freeze=True)(traced, verify=True)
     assert not traced.graph.find_nodes(op="call_method", target="cos")
+
+
+def test_a_folded_constant_shared_with_another_is_computed_right():
+    def function(m, x):
+        positions = torch.arange(4)
+        return x * positions + (positions + 1) * x + (positions * 2).cos()
+
+    rewritten(FoldConstants(), Uses(function), X, sites=3, trace=fxopt_trace)
+
+
+def test_undo_needs_no_folded_values():
+    traced = fxopt.trace(Uses(lambda m, x: x + torch.arange(4) * 2), (X,))
+    before = copy.deepcopy(traced).to("meta")
+    assert_round_trip(before, undo(FoldConstants()(traced).to("meta")))

@@ -333,3 +333,21 @@ def test_a_write_that_takes_the_output_of_another_layer_is_refused():
     x = torch.randn(2, 3)
     merged = MergeLinears()(fxopt.trace(model, (x,)))
     merged(x).sum().backward()  # autograd keeps what the write takes
+
+
+def test_gradients_are_those_of_the_original():
+    model = Heads(attention)
+    merged = MergeLinears()(torch.fx.symbolic_trace(model))
+    inputs = [X.clone().requires_grad_() for _ in range(2)]
+    for graph, x in zip((model, merged), inputs, strict=True):
+        sum(out.pow(2).sum() for out in graph(x)).backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    joined = torch.cat([layer.weight.grad for layer in (model.q, model.k, model.v)])
+    torch.testing.assert_close(merged.fxopt_merged_q_k_v.weight.grad, joined)
+
+
+def test_a_tie_to_a_layer_that_is_not_merged_with_it():
+    model = Heads(lambda m, x: (m.q(x), m.k(x)), bias=True)
+    model.k = nn.Linear(8, 8, bias=False)
+    model.k.weight = model.q.weight
+    refused(MergeLinears(), model, X, reason="shares memory")

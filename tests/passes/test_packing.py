@@ -285,19 +285,45 @@ def test_a_layer_called_twice_is_refused():
     )
 
 
+def twice(value):
+    return value, F.dropout(value, training=False)
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (lambda m, x: (lambda y: (y.view(2, -1).add_(1), y))(m.a(x)), "add_ may write"),
+        (lambda m, x: (lambda y: (y.view(2, -1).add_(1), y))(m.a(x)), "may write"),
+        (lambda m, x: (lambda y: (y.relu(), y.sum((2, 3)), F.relu_(y.view(2, -1))))(m.a(x)), "may write"),
+        (lambda m, x: (lambda y: (y[:, :2].add_(1), y.sum()))(torch.cat([m.a(x), m.c(x)], 1)), "may write"),
+        (
+            lambda m, x: (lambda y: (y.view(2, -1).add_(1), m.b(y)))(m.a(x)),
+            "add_ may write into the memory of a after",
+        ),
         (lambda m, x: (lambda y: (y.view(2, -1), F.relu_(y).sum()))(m.a(x)), "may share memory"),
-        (lambda m, x: (lambda y: (y, F.dropout(y, training=False)))(m.a(x)), "may share memory"),
-        (lambda m, x: (lambda y: (y.view(2, -1).add_(1), m.b(y)))(m.a(x)), "add_ may write"),
-        (lambda m, x: (lambda y: (y.sum((2, 3)), F.relu_(y).sum()))(m.a(x)), "relu_ may write"),
+        (
+            lambda m, x: (lambda y: (lambda v, w: v.sum() + w.sum())(y.view(2, -1), F.relu_(y)))(m.a(x)),
+            "relu_ may write",
+        ),
         (
             lambda m, x: (lambda z: (z.add_(m.a(x)).view(2, -1).mul_(2), z.sum()))(x.repeat(1, 2, 1, 1)),
             "mul_ may write",
         ),
-        (lambda m, x: (lambda y: (y.flatten(1), y[:, 0].zero_())[0])(m.a(x)), "zero_ may write"),
+        (
+            lambda m, x: (lambda y: (y, F.dropout(y, training=False)))(m.a(x)),
+            "may share memory that the graph returns",
+        ),
+        (
+            lambda m, x: (lambda y: (m.head(y.reshape(2, -1, 6).add_(1)), m.head(y)))(
+                m.a(x).permute(0, 2, 3, 1)
+            ),
+            "add_ may write",
+        ),
+        # Whether this is a view depends on the layout of the inputs.
+        (lambda m, x: (lambda y: (y.flatten(1), y[:, 0].zero_())[0])(m.a(x)), "after that is copied"),
+        (
+            lambda m, x: (lambda y, z: (z.mul_(2), y + 1)[1])(*torch.broadcast_tensors(*twice(m.a(x)))),
+            "after that is copied",
+        ),
     ],
 )
 def test_writes_across_a_border_are_refused(function, reason):
@@ -364,6 +390,10 @@ def test_one_channel_in_the_strides_of_both_layouts(shape):
     rewritten(PackConvs(), module(lambda m, x: m.a(x).sum(-1), a=layer), unusual, sites=1, trace=fxopt_trace)
 
 
+def test_an_image_without_a_batch_is_refused():
+    refused(PackConvs(), convs(lambda m, x: m.a(x)), IMAGE[0], reason="no batch dimension", trace=fxopt_trace)
+
+
 FUSED = [
     (lambda m, x: m.a(x).relu(), 1),
     (lambda m, x: F.relu6(m.a(x)), 1),
@@ -424,8 +454,21 @@ def test_no_epilogue(function):
     assert not FuseEpilogues().explain(traced).sites
 
 
+def test_a_write_into_the_input_between_is_refused():
+    def late(m, x):
+        x = x.clone()
+        y = m.a(x)
+        x.add_(1)
+        return y.relu() + x
+
+    traced = PackLinears()(fxopt.trace(linears(late).eval(), (X,)))
+    assert "may write into" in str(FuseEpilogues().explain(traced))
+
+
 POOLED = {
+    "flatten": lambda m, y: m.pool(y).flatten(1),
     "module": lambda m, y: m.flat(m.pool(y)),
+    "view": lambda m, y: m.pool(y).view(y.shape[0], -1),
     "interpolate": lambda m, y: F.interpolate(y, size=(1, 1), mode="bilinear").flatten(1),
 }
 
@@ -448,6 +491,17 @@ def test_a_view_behind_pooling_shares_nothing_with_activations_in_place(end):
     assert len(fxopt.PackConvs().explain(traced).sites) == 1
     with torch.no_grad():
         torch.testing.assert_close(fxopt.PackConvs()(traced)(x), model(x))
+
+
+def test_pooling_and_interpolation_give_new_memory():
+    """Also where the sizes stay as they are: what a pass may rely on."""
+    for shape in ((2, 3, 1, 1), (2, 3, 4, 4)):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            x = torch.randn(shape).contiguous(memory_format=layout)
+            made = [F.adaptive_avg_pool2d(x, size) for size in (1, shape[-1], (None, None))]
+            made += [F.interpolate(x, size=shape[-2:], mode=mode) for mode in ("nearest", "bilinear", "area")]
+            made += [F.interpolate(x, scale_factor=1, mode="bicubic")]
+            assert all(each.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() for each in made)
 
 
 def test_a_scripted_layer_behind_is_no_activation():
