@@ -148,7 +148,7 @@ REFUSED = {
     "integers": (
         lambda m, x: F.batch_norm(x, m.mean, m.var, m.w, m.b, False),
         norm() | {"mean": torch.ones(4, dtype=torch.int64)},
-        "mean is no floating tensor",
+        "mean is no floating buffer",
     ),
     "a view of another": (lambda m, x: F.linear(x, m.w), {"w": P(4, 4)}, "shares memory with"),
 }  # fmt: skip

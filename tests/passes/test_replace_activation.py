@@ -201,7 +201,7 @@ def test_a_target_that_is_itself_a_source(source, target, model):
 
 
 def test_a_target_that_needs_arguments():
-    with pytest.raises(TypeError, match="missing 2 required positional arguments"):
+    with pytest.raises(TypeError, match="target is Threshold, which cannot be made without arguments"):
         ReplaceActivation("relu", nn.Threshold)
 
 
