@@ -120,7 +120,7 @@ def _obstacle(
     behind = layer is path[0]
     if index.memory.writes(node):
         return f"{node.name} writes into what it takes"
-    if reason := constant_obstacle(index, parts_of(constant)):
+    if reason := constant_obstacle(index, parts_of(constant), node):
         return reason
     module, found = index.module(layer), _constant(index, constant)
     weight = module.get_parameter("weight")

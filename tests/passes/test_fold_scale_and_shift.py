@@ -317,13 +317,18 @@ def test_the_scale_is_in_the_dtype_of_the_layer():
     refused(FoldScaleAndShift(), model, X.bfloat16(), reason="the layer torch.bfloat16", trace=fx_trace)
 
 
-def test_a_parameter_that_is_trained_stays():
-    model = randomise(Use(BEHIND["parameter"]).train())
+def test_a_parameter_that_is_trained_elsewhere_stays():
+    model = randomise(Use(lambda m, x: (m.linear(x) * m.gamma).tanh() * m.gamma).train())
     graph = trace(model, (X,))
     (refusal,) = FoldScaleAndShift().explain(graph).refusals
-    assert "gamma is trained" in refusal[2]
+    assert refusal[2] == "gamma is trained, and mul_1 reads it, too"
     model.gamma.requires_grad_(False)
     assert len(FoldScaleAndShift().explain(graph).sites) == 1
+    model = randomise(Use(lambda m, x: m.tied(m.linear(x) * m.gamma)).train())
+    model.tied = nn.Linear(4, 4)
+    model.tied.bias = model.gamma
+    (refusal,) = FoldScaleAndShift().explain(trace(model, (X,))).refusals
+    assert refusal[2].startswith("gamma is trained, and tied reads it, too")
 
 
 def test_what_the_record_holds_is_its_own_in_every_dtype():
