@@ -395,7 +395,7 @@ def _inverse_of(
     layers = old if isinstance(old, tuple) else (old,)
     if [isinstance(layer, nn.Module) for layer in layers] != [True] * len(paths):
         raise PassError(
-            f"inverse of {type(pass_).__name__} returned {old!r}: it has to return one layer for each of {', '.join(paths)}"
+            f"inverse of {type(pass_).__name__} returned {type(old).__name__}: it has to return one layer for each of {', '.join(paths)}"
         )
     return dict(zip(paths, layers, strict=True))
 

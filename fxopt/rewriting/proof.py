@@ -206,10 +206,8 @@ class _Place:
             raise
         except Exception as error:  # functions that the author calls may raise anything
             text = f"replacement raises {error_text(error)}; for {given}"
-            # An error of the author, at any site; but perhaps only this layer has no bias.
-            if isinstance(
-                error, AttributeError | ImportError | NameError | TypeError
-            ) and "NoneType" not in str(error):
+            of_author = isinstance(error, AttributeError | ImportError | NameError | TypeError)
+            if of_author and "NoneType" not in str(error):  # else perhaps only this layer has no bias
                 raise PassError(f"{self.rule!r} is wrong: {text}") from error
             return Proof(text)
         if made.graph.draws:

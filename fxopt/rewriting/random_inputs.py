@@ -28,6 +28,7 @@ LARGE = 1e4
 
 
 _FEW = (1, -1, 2, -2, 3, 7)
+"""The multiples of `Numbers.unit` that are drawn."""
 
 
 @dataclasses.dataclass(frozen=True)
